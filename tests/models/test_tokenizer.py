@@ -108,3 +108,34 @@ def test_the_fingerprint_of_a_damaged_tokenizer_is_refused_in_one_sentence(tmp_p
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(UsageError, match=r"tokenizer\.json is not a tokenizer"):
         fingerprint_vocabulary(tmp_path)
+
+
+@pytest.mark.parametrize("change", ["none", "limits", "cleanup", "split", "call with padding"])
+def test_tokens_and_text_are_those_of_transformers(tmp_path, change):
+    folder = save_tokenizer(tmp_path)
+    if change == "limits":  # which transformers does not apply unless asked to
+        path = folder / "tokenizer.json"
+        limits = {
+            "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+            "padding": {
+                "strategy": {"Fixed": 9},
+                "direction": "Right",
+                "pad_to_multiple_of": None,
+                "pad_id": 0,
+                "pad_type_id": 0,
+                "pad_token": "<|pad|>",
+            },
+        }
+        path.write_text(json.dumps(json.loads(path.read_text()) | limits))
+    options = {"cleanup": {"clean_up_tokenization_spaces": True}, "split": {"split_special_tokens": True}}.get(change)
+    if options is not None:
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | options))
+    tokenizer, oracle = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    if change == "call with padding":
+        tokenizer.inner(["the", "the time in Rome"], padding=True, pad_to_multiple_of=8)
+    for text in ("What is the time , in Rome ?", "", "<|start|>the<|end|>"):
+        ids = oracle.encode(text, add_special_tokens=False)
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == oracle.decode(ids)
+        assert tokenizer.text(ids) == oracle.decode(ids, skip_special_tokens=True)

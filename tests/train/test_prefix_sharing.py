@@ -225,3 +225,16 @@ def test_models_that_cannot_share_say_so(kind):
     trainer = worker(actor(config), train={"share_prefix": True})
     with pytest.raises(UsageError, match="--share-prefix does not support this model"):
         step(trainer, talks(DENSE))
+
+
+def test_four_common_tokens_are_shared_near_the_start_and_eight_later():
+    def fork_at(position, shared):
+        """Tokens of samples of one prompt that share ``position`` tokens, and of two of them that share more."""
+        common = list(range(position))
+        tails = [[100] * 40, [200] * shared + [201], [200] * shared + [202]]
+        return count_tree_tokens(paths([(0, common + tail) for tail in tails]))
+
+    assert fork_at(10, 4) == 10 + 40 + 4 + 1 + 1
+    assert fork_at(10, 3) == 10 + 40 + 2 * 4
+    assert fork_at(64, 4) == 64 + 40 + 2 * 5
+    assert fork_at(64, 8) == 64 + 40 + 8 + 1 + 1

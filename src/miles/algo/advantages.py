@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from miles.core.agents import select_role_part
 from miles.core.errors import HookError
 from miles.core.media import join_images
 from miles.core.protocols import AdvantageEstimator, AdvantageFn
-from miles.core.types import UNSCORED, Array, Author, Group, Sample, Span, Status, Trajectory
+from miles.core.types import UNSCORED, Array, Author, Group, Sample, Span, Status, Tokens, Trajectory
 
 _EPSILON = 1e-6
 
@@ -332,17 +332,16 @@ def build_samples(
     reward = trajectory.reward.value if trajectory.reward is not None else 0.0
     samples: list[Sample] = []
     for branch in trajectory.branches:
-        sizes = [len(s) for s in branch]
-        mask = np.repeat([s.author is trained_author for s in branch], sizes)
+        arrays = _TokenArrays.allocate(sum(len(span) for span in branch))
+        start = 0
+        for span in branch:
+            arrays.fill(slice(start, start + len(span)), span, advantage if span.author is trained_author else None)
+            start += len(span)
         samples.append(
             Sample(
                 prompt_id=prompt_id,
                 trajectory=trajectory.index,
-                tokens=np.concatenate([s.tokens for s in branch]),
-                mask=mask,
-                logprobs=_concat_logprobs(branch),
-                advantages=np.where(mask, np.float32(advantage), np.float32(0)),
-                versions=np.repeat([_version_number(s) for s in branch], sizes).astype(np.int32),
+                **arrays._asdict(),
                 policy=next((s.version.policy for s in branch if s.version is not None), "actor"),
                 samples_per_trajectory=len(trajectory.branches),
                 reward=reward,
@@ -363,12 +362,35 @@ def _get_reward(group: Group, trajectory: Trajectory) -> float:
     return value
 
 
-def _version_number(span: Span) -> int:
-    return -1 if span.version is None else span.version.number
+class _TokenArrays(NamedTuple):
+    """The per-token arrays of a sample, filled span by span."""
 
+    tokens: Tokens
+    mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    advantages: NDArray[np.float32]
+    versions: NDArray[np.int32]
 
-def _concat_logprobs(branch: Sequence[Span]) -> NDArray[np.float32]:
-    return np.concatenate([np.zeros(len(s), np.float32) if s.logprobs is None else s.logprobs for s in branch])
+    @staticmethod
+    def allocate(length: int) -> _TokenArrays:
+        return _TokenArrays(
+            tokens=np.empty(length, np.int32),
+            mask=np.zeros(length, np.bool_),
+            logprobs=np.zeros(length, np.float32),
+            advantages=np.zeros(length, np.float32),
+            versions=np.full(length, -1, np.int32),
+        )
+
+    def fill(self, place: slice, span: Span, advantage: float | None) -> None:
+        """Write the tokens of a span; with an ``advantage`` they are trained on."""
+        self.tokens[place] = span.tokens
+        if advantage is not None:
+            self.mask[place] = True
+            self.advantages[place] = advantage
+        if span.logprobs is not None:
+            self.logprobs[place] = span.logprobs
+        if span.version is not None:
+            self.versions[place] = span.version.number
 
 
 def _concat_extras(branch: Sequence[Span]) -> dict[str, Array]:

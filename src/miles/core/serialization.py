@@ -31,6 +31,7 @@ _LENGTH = struct.Struct("<I")
 _ALIGNMENT = 8
 # dtype kinds that may be sent: no objects, no text, no structures.
 _NUMBERS = frozenset("biuf")
+_JSON_TYPES = frozenset((str, int, float, bool, type(None)))
 
 
 class SerializationError(MilesError):
@@ -103,6 +104,10 @@ class Codec:
     # -- encoding -----------------------------------------------------------------------------
 
     def _encode(self, value: Any, parts: _MessageParts) -> Any:
+        if type(value) in _JSON_TYPES:  # the most frequent types first
+            return value
+        if type(value) is dict:
+            return self._encode_mapping(cast("dict[Any, Any]", value), parts)
         if isinstance(value, np.ndarray | np.generic | bytes):
             return _encode_numbers(value, parts.arrays)
         if isinstance(value, Enum) or is_dataclass(value) or hasattr(value, "_fields"):
@@ -114,13 +119,15 @@ class Codec:
         if isinstance(value, list):
             return {"list": [self._encode(each, parts) for each in cast("list[Any]", value)]}
         if isinstance(value, Mapping):
-            pairs = cast("Mapping[Any, Any]", value).items()
-            return {"mapping": [[self._encode(key, parts), self._encode(each, parts)] for key, each in pairs]}
+            return self._encode_mapping(cast("Mapping[Any, Any]", value), parts)
         if isinstance(value, PurePath):
             return {"path": str(value)}
         raise SerializationError(
             f"a {type(value).__name__} cannot be serialized; use numbers, strings and arrays instead"
         )
+
+    def _encode_mapping(self, value: Mapping[Any, Any], parts: _MessageParts) -> Any:
+        return {"mapping": [[self._encode(key, parts), self._encode(each, parts)] for key, each in value.items()]}
 
     def _encode_object(self, value: Any, parts: _MessageParts) -> Any:
         name = type(value).__name__

@@ -264,8 +264,12 @@ class Batch:
 
     def staleness(self, now: Version) -> int:
         """Return how many versions the oldest token of ``now.policy`` is behind ``now``."""
-        versions = (s.oldest_version for s in self.samples if s.policy == now.policy)
-        return max((now.number - oldest for oldest in versions if oldest is not None), default=0)
+        samples = [s for s in self.samples if s.policy == now.policy]
+        if not samples:
+            return 0
+        versions = np.concatenate([s.versions for s in samples])
+        trained = versions[np.concatenate([s.mask for s in samples]) & (versions >= 0)]
+        return now.number - int(trained.min()) if len(trained) else 0
 
     @property
     def tokens(self) -> int:

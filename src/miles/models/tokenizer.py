@@ -22,6 +22,7 @@ class HfTokenizer:
     def __init__(self, inner: Any, folder: Path) -> None:
         self._inner = inner
         self._folder = folder
+        self._encoder, self._decoder = _get_backend(inner)
 
     def __len__(self) -> int:
         """Number of ids, added tokens included; a model's vocabulary may be padded beyond it."""
@@ -52,6 +53,9 @@ class HfTokenizer:
 
     def encode(self, text: str) -> list[int]:
         try:
+            backend = self._encoder
+            if backend is not None and backend.truncation is None and backend.padding is None:
+                return backend.encode(text, add_special_tokens=False).ids
             return list(self._inner.encode(text, add_special_tokens=False))
         except (TypeError, UnicodeError) as error:
             if text.isascii() or not _has_lone_surrogate(text):
@@ -78,11 +82,17 @@ class HfTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode tokens, special tokens included."""
-        return self._inner.decode([int(t) for t in tokens], skip_special_tokens=False)
+        return self._decode(tokens, skip_special_tokens=False)
 
     def text(self, tokens: Sequence[int]) -> str:
         """Decode tokens without special tokens."""
-        return self._inner.decode([int(t) for t in tokens], skip_special_tokens=True)
+        return self._decode(tokens, skip_special_tokens=True)
+
+    def _decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        ids = [int(t) for t in tokens]
+        if self._decoder is not None:
+            return self._decoder.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
         """Encode a conversation by the chat template; ``add_generation_prompt`` opens the assistant's turn."""
@@ -123,6 +133,21 @@ class HfTokenizer:
             raise DataError(
                 f"The chat template in {self._folder} failed on a conversation, with {describe_error(error)}."
             ) from error
+
+
+def _get_backend(inner: Any) -> tuple[Any, Any]:
+    """Return the tokenizers objects that encode and decode as ``inner`` does; None where ``inner`` does more than that.
+
+    Around a short text the checks of transformers take most of the time.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    kind, plain = type(inner), PreTrainedTokenizerFast
+    if not isinstance(inner, plain):
+        return None, None
+    encodes = kind.encode is plain.encode and kind._encode_plus is plain._encode_plus and not inner.split_special_tokens
+    decodes = kind.decode is plain.decode and kind._decode is plain._decode and not inner.clean_up_tokenization_spaces
+    return inner.backend_tokenizer if encodes else None, inner.backend_tokenizer if decodes else None
 
 
 def _has_lone_surrogate(text: str) -> bool:

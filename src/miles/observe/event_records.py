@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from miles.core.events import (
 from miles.core.types import Array, Batch, Group, Trajectory
 
 Record = dict[str, Any]
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def encode_line(record: Mapping[str, Any]) -> bytes:
@@ -35,7 +37,10 @@ def encode_line(record: Mapping[str, Any]) -> bytes:
     >>> encode_line({"b": 0.1, "a": float("nan")})
     b'{"a":"NaN","b":0.1}\\n'
     """
-    text = json.dumps(_replace_nonfinite(record), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    try:
+        text = _ENCODER.encode(record)
+    except (ValueError, TypeError):  # a number that JSON lacks, or a mapping that is no dict
+        text = _ENCODER.encode(_replace_nonfinite(record))
     return text.encode() + b"\n"
 
 
@@ -184,6 +189,15 @@ def batch_digest(batch: Batch) -> str:
 
 def _feed(digest: hashlib._Hash, arrays: Iterable[Array]) -> None:
     for values in arrays:
-        little_endian = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
-        digest.update(f"{little_endian.dtype.str}{little_endian.shape}".encode())
-        digest.update(little_endian.data)
+        digest.update(_describe_array(values.dtype, values.shape))
+        digest.update(values.astype(_little_endian(values.dtype), order="C", copy=False).data)
+
+
+@cache
+def _little_endian(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return dtype.newbyteorder("<")
+
+
+@lru_cache(4096)
+def _describe_array(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    return f"{_little_endian(dtype).str}{shape}".encode()

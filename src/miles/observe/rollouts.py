@@ -10,10 +10,11 @@ import hashlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,14 +24,13 @@ from miles.core.events import BatchTaken, Event, Saved, StepFinished
 from miles.core.serialization import CORE_TYPES, Codec, SerializationError
 from miles.core.types import (
     EMPTY,
-    Array,
     Author,
     Floats,
     Group,
     Prompt,
+    Reward,
     Sample,
     Span,
-    Tokens,
     TokenStats,
     Trajectory,
 )
@@ -43,6 +43,8 @@ AUTHORS: Mapping[Author, int] = {Author.PROMPT: 0, Author.POLICY: 1, Author.ENV:
 FORMAT_VERSION = "2"
 """Current file format; files of format 1 lack parts of a group."""
 CODEC = Codec(CORE_TYPES)
+_PLAIN_TYPES = (str, int, float, bool, type(None))
+"""Types that can always be serialized."""
 
 
 WALL_CLOCK_COLUMNS = ("started", "generate_seconds", "grade_seconds")
@@ -144,7 +146,6 @@ def write_step(
     """Write a batch's trajectories atomically."""
     import pyarrow as pa
 
-    rows = list(_build_rows(taken, frozenset(excluded_extras)))
     probe = [[sample.prompt_id, sample.trajectory, compute_sample_digest(sample)] for sample in taken.batch.probe]
     metadata = {
         "miles.rollouts": FORMAT_VERSION,
@@ -154,7 +155,10 @@ def write_step(
         "without": json.dumps(sorted(excluded_extras)),
         **file_metadata,
     }
-    _write_table(path, pa.Table.from_pylist(rows, schema=_build_schema(metadata)))
+    columns = _build_columns(taken.step, _list_rows(taken), frozenset(excluded_extras))
+    schema = _build_schema(metadata)
+    arrays = [_to_arrow(columns[field.name], field.type) for field in schema]
+    _write_table(path, pa.Table.from_arrays(arrays, schema=schema))
 
 
 def write_token_stats(folder: Path, taken: BatchTaken, stats: TokenStats) -> None:
@@ -162,29 +166,21 @@ def write_token_stats(folder: Path, taken: BatchTaken, stats: TokenStats) -> Non
     was not trained on."""
     import pyarrow as pa
 
-    samples = _samples_by_trajectory(taken)
     by_sample = {id(taken.batch.samples[index]): values for index, values in stats.split().items()}
-    rows: list[dict[str, Any]] = []
-    for ticket, group in zip(taken.tickets, taken.groups, strict=True):
-        for trajectory in group.trajectories:
-            unmatched = samples[group.prompt.id, trajectory.index]
-            for number, branch in enumerate(trajectory.branches):
-                tokens = _per_token(branch, np.int32, lambda span: span.tokens)
-                sample = _pop_sample(unmatched, tokens)
-                logprobs, entropies = by_sample.get(id(sample), (None, None))
-                rows.append(
-                    {
-                        "ticket": ticket,
-                        "trajectory": trajectory.index,
-                        "branch": number,
-                        "logprobs": _spread(sample, logprobs),
-                        "entropies": _spread(sample, entropies),
-                    }
-                )
+    rows = _list_rows(taken)
+    found = [by_sample.get(id(row.sample), (None, None)) for row in rows]
+    columns: dict[str, Any] = {
+        "ticket": [row.ticket for row in rows],
+        "trajectory": [row.trajectory.index for row in rows],
+        "branch": [row.number for row in rows],
+        "logprobs": _Lists.join([_spread(row.sample, each) for row, (each, _) in zip(rows, found, strict=True)]),
+        "entropies": _Lists.join([_spread(row.sample, each) for row, (_, each) in zip(rows, found, strict=True)]),
+    }
     fields = [("ticket", pa.int64()), ("trajectory", pa.int32()), ("branch", pa.int32())]
     fields += [("logprobs", pa.list_(pa.float32())), ("entropies", pa.list_(pa.float32()))]
     folder.mkdir(parents=True, exist_ok=True)
-    _write_table(step_path(folder, taken.step), pa.Table.from_pylist(rows, schema=pa.schema(fields)))
+    arrays = [_to_arrow(columns[name], kind) for name, kind in fields]
+    _write_table(step_path(folder, taken.step), pa.Table.from_arrays(arrays, schema=pa.schema(fields)))
 
 
 def read_token_stats(path: Path) -> dict[tuple[int, int, int], tuple[Floats, Floats]]:
@@ -299,28 +295,98 @@ def _build_schema(metadata: Mapping[str, str]) -> pa.Schema:
     return pa.schema(list(fields.items()), metadata=dict(metadata))
 
 
-def _build_rows(taken: BatchTaken, excluded_extras: frozenset[str]) -> Iterator[dict[str, Any]]:
+class _Row(NamedTuple):
+    """One row of a file: a branch of a trajectory, and the sample it yielded, if any."""
+
+    ticket: int
+    group: Group
+    trajectory: Trajectory
+    number: int
+    sample: Sample | None
+    is_first: bool
+
+    @property
+    def branch(self) -> tuple[Span, ...]:
+        return self.trajectory.branches[self.number]
+
+
+class _Lists(NamedTuple):
+    """A column of lists: all values together, where each list ends, and which lists are missing."""
+
+    values: Any
+    ends: Sequence[int]
+    is_missing: Sequence[bool] | None = None
+
+    @staticmethod
+    def join(lists: Sequence[Floats | None]) -> _Lists:
+        """Return the column of these lists; a missing one is None."""
+        values = np.concatenate([each for each in lists if each is not None] or [np.zeros(0, np.float32)])
+        lengths = [0 if each is None else len(each) for each in lists]
+        return _Lists(values, list(accumulate(lengths)), [each is None for each in lists])
+
+
+def _to_arrow(column: Any, kind: pa.DataType) -> pa.Array:
+    """Convert a column, which is a sequence of cells or ``_Lists``."""
+    import pyarrow as pa
+
+    if not isinstance(column, _Lists):
+        return pa.array(column, kind)
+    offsets = pa.array(np.array([0, *column.ends], np.int32))
+    missing = None if column.is_missing is None else pa.array(column.is_missing, pa.bool_())
+    return pa.ListArray.from_arrays(offsets, pa.array(column.values, kind.value_type), type=kind, mask=missing)
+
+
+def _list_rows(taken: BatchTaken) -> list[_Row]:
+    """Return the rows of a step in the order of the file."""
     samples = _samples_by_trajectory(taken)
+    rows: list[_Row] = []
     for ticket, group in zip(taken.tickets, taken.groups, strict=True):
         for position, trajectory in enumerate(group.trajectories):
             unmatched = samples[group.prompt.id, trajectory.index]
             for number, branch in enumerate(trajectory.branches):
-                tokens = _per_token(branch, np.int32, lambda span: span.tokens)
-                sample = _pop_sample(unmatched, tokens)
-                yield {
-                    "step": taken.step,
-                    "ticket": ticket,
-                    "branch": number,
-                    "policy": get_branch_policy(trajectory, number),
-                    "tokens": tokens,
-                    "logprobs": _per_token(branch, np.float32, _logprobs),
-                    "versions": _per_token(branch, np.int32, _version),
-                    "authors": _per_token(branch, np.int8, lambda span: AUTHORS[span.author]),
-                    "advantages": None if sample is None else sample.advantages,
-                    **_span_columns(branch, excluded_extras),
-                    "metadata": None if number else _pack_metadata(trajectory.metadata),
-                    "prompt": None if number or position else _pack_prompt(group.prompt),
-                } | _summary_columns(group, trajectory)
+                sample = _pop_sample(unmatched, branch)
+                rows.append(_Row(ticket, group, trajectory, number, sample, not number and not position))
+    return rows
+
+
+def _build_columns(step: int, rows: Sequence[_Row], excluded_extras: frozenset[str]) -> dict[str, Any]:
+    """Return the cells of each column."""
+    return {
+        "step": np.full(len(rows), step, np.int32),
+        "ticket": [row.ticket for row in rows],
+        "branch": [row.number for row in rows],
+        "policy": [get_branch_policy(row.trajectory, row.number) for row in rows],
+        **_build_summary_columns(rows),
+        **_build_token_columns(rows),
+        "extras": [_pack_extras(row.branch, excluded_extras) for row in rows],
+        "images": [_format_images(row.branch) for row in rows],
+        "metadata": [None if row.number else _pack_metadata(row.trajectory.metadata) for row in rows],
+        "prompt": [_pack_prompt(row.group.prompt) if row.is_first else None for row in rows],
+    }
+
+
+def _build_token_columns(rows: Sequence[_Row]) -> dict[str, _Lists]:
+    """Return the columns with a value for each token, and those with one for each span."""
+    spans = [span for row in rows for span in row.branch]
+    lengths = [len(span) for span in spans]
+    versions = np.array([_version(span) for span in spans], np.int32)
+    authors = np.array([AUTHORS[span.author] for span in spans], np.int8)
+    policies = [None if span.version is None else span.version.policy for span in spans]
+    logprobs = [np.zeros(len(span), np.float32) if span.logprobs is None else span.logprobs for span in spans]
+    span_ends = list(accumulate(len(row.branch) for row in rows))
+    token_ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))[span_ends].tolist()
+    tokens = np.concatenate([span.tokens for span in spans] or [np.zeros(0, np.int32)])
+    return {
+        "tokens": _Lists(tokens, token_ends),
+        "logprobs": _Lists(np.concatenate(logprobs or [np.zeros(0, np.float32)]).astype(np.float32), token_ends),
+        "versions": _Lists(np.repeat(versions, lengths), token_ends),
+        "authors": _Lists(np.repeat(authors, lengths), token_ends),
+        "advantages": _Lists.join([None if row.sample is None else row.sample.advantages for row in rows]),
+        "span_lengths": _Lists(np.array(lengths, np.int32), span_ends),
+        "span_authors": _Lists(authors, span_ends),
+        "span_versions": _Lists(versions, span_ends),
+        "span_policies": _Lists(policies, span_ends),
+    }
 
 
 def _samples_by_trajectory(taken: BatchTaken) -> defaultdict[tuple[int, int], list[Sample]]:
@@ -330,35 +396,33 @@ def _samples_by_trajectory(taken: BatchTaken) -> defaultdict[tuple[int, int], li
     return samples
 
 
-def _summary_columns(group: Group, trajectory: Trajectory) -> dict[str, Any]:
-    text = trajectory.metadata.get("text")
-    reward = trajectory.reward
+def _build_summary_columns(rows: Sequence[_Row]) -> dict[str, Any]:
+    texts = [row.trajectory.metadata.get("text") for row in rows]
+    rewards = [row.trajectory.reward for row in rows]
+    times = [row.trajectory.times for row in rows]
     return {
-        "prompt_id": group.prompt.id,
-        "epoch": group.prompt.epoch,
-        "trajectory": trajectory.index,
-        "status": str(trajectory.status),
-        "reward": None if reward is None else float(reward.value),
-        "reward_parts": [] if reward is None else [(name, float(part)) for name, part in reward.parts.items()],
-        "label": group.prompt.label,
-        "text": text if isinstance(text, str) else None,
-        "started": trajectory.times.get("started"),
-        "generate_seconds": trajectory.times.get("generate"),
-        "grade_seconds": trajectory.times.get("grade"),
+        "prompt_id": [row.group.prompt.id for row in rows],
+        "epoch": [row.group.prompt.epoch for row in rows],
+        "trajectory": [row.trajectory.index for row in rows],
+        "status": [str(row.trajectory.status) for row in rows],
+        "reward": [None if reward is None else float(reward.value) for reward in rewards],
+        "reward_parts": [[] if reward is None else _list_parts(reward) for reward in rewards],
+        "label": [row.group.prompt.label for row in rows],
+        "text": [text if isinstance(text, str) else None for text in texts],
+        "started": [each.get("started") for each in times],
+        "generate_seconds": [each.get("generate") for each in times],
+        "grade_seconds": [each.get("grade") for each in times],
     }
 
 
-def _span_columns(branch: tuple[Span, ...], excluded_extras: frozenset[str]) -> dict[str, Any]:
-    """Return the lengths, authors, versions and extras of a branch's spans."""
+def _list_parts(reward: Reward) -> list[tuple[str, float]]:
+    return [(name, float(part)) for name, part in reward.parts.items()]
+
+
+def _pack_extras(branch: tuple[Span, ...], excluded_extras: frozenset[str]) -> bytes | None:
+    """Pack the extras of a branch's spans; None if there are none."""
     extras = tuple({name: each for name, each in span.extras.items() if name not in excluded_extras} for span in branch)
-    return {
-        "span_lengths": [len(span) for span in branch],
-        "span_authors": [AUTHORS[span.author] for span in branch],
-        "span_versions": [_version(span) for span in branch],
-        "span_policies": [None if span.version is None else span.version.policy for span in branch],
-        "extras": CODEC.pack("extras", extras) if any(extras) else None,
-        "images": _format_images(branch),
-    }
+    return CODEC.pack("extras", extras) if any(extras) else None
 
 
 def _format_images(branch: tuple[Span, ...]) -> str | None:
@@ -398,6 +462,8 @@ def _pack_metadata(metadata: Mapping[str, Any]) -> bytes:
 
 def _split_packable(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values that can be serialized, and the types of the others."""
+    if all(type(value) in _PLAIN_TYPES for value in values.values()):
+        return dict(values), {}
     packable: dict[str, Any] = {}
     lost: dict[str, str] = {}
     for name, value in values.items():
@@ -410,22 +476,13 @@ def _split_packable(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     return packable, lost
 
 
-def _pop_sample(unmatched: list[Sample], tokens: Tokens) -> Sample | None:
-    """Return the first unmatched sample with these tokens, and remove it; None if there is none."""
+def _pop_sample(unmatched: list[Sample], branch: tuple[Span, ...]) -> Sample | None:
+    """Return the first unmatched sample with the tokens of a branch, and remove it; None if there is none."""
+    tokens = b"".join([span.tokens.tobytes() for span in branch])
     for index, sample in enumerate(unmatched):
-        if np.array_equal(sample.tokens, tokens):
+        if sample.tokens.astype(np.int32, copy=False).tobytes() == tokens:
             return unmatched.pop(index)
     return None
-
-
-def _per_token(branch: tuple[Span, ...], dtype: type[np.generic], value: Callable[[Span], Any]) -> Array:
-    """Return one value per token; ``value`` gives a span's, as a scalar or an array."""
-    pieces = [np.broadcast_to(np.asarray(value(span), dtype), len(span)) for span in branch]
-    return np.concatenate(pieces) if pieces else np.zeros(0, dtype)
-
-
-def _logprobs(span: Span) -> Floats | float:
-    return 0.0 if span.logprobs is None else span.logprobs
 
 
 def _version(span: Span) -> int:

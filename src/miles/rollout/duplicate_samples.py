@@ -27,13 +27,16 @@ def find_improbable_copies(trajectories: Sequence[Trajectory], sampling: Samplin
     """
     if sampling.temperature == 0 or sampling.top_k > 0 or sampling.top_p <= 0:
         return None
-    samples = [sample for sample in map(_read_sample, trajectories) if sample is not None]
+    samples = [(tokens, trajectory) for trajectory in trajectories if (tokens := _read_sample(trajectory))]
     counts = Counter(tokens for tokens, _ in samples)
-    for tokens, logprob in samples:
+    for tokens, trajectory in samples:
         copies = counts[tokens]
+        if copies == 1:
+            continue
         length = len(tokens) // 4
+        logprob = _sum_logprobs(trajectory)
         log_probability = (copies - 1) * min(0.0, logprob - length * math.log(sampling.top_p))
-        if copies > 1 and log_probability < MIN_LOG_PROBABILITY:
+        if log_probability < MIN_LOG_PROBABILITY:
             return (
                 f"{copies} of {len(trajectories)} samples have the same {length} tokens, which independent sampling "
                 f"gives with probability e^{log_probability:.0f}"
@@ -41,10 +44,11 @@ def find_improbable_copies(trajectories: Sequence[Trajectory], sampling: Samplin
     return None
 
 
-def _read_sample(trajectory: Trajectory) -> tuple[bytes, float] | None:
-    """The sampled tokens as bytes of int32, and their summed log-probs; None if the policy sampled nothing."""
-    spans = [span for span in trajectory.spans if span.author is Author.POLICY]
-    if not sum(map(len, spans)):
-        return None
-    tokens = np.concatenate([span.tokens for span in spans]).astype("<i4").tobytes()
-    return tokens, float(sum(span.logprobs.sum(dtype=np.float64) for span in spans if span.logprobs is not None))
+def _read_sample(trajectory: Trajectory) -> bytes:
+    """The sampled tokens as bytes of int32."""
+    return b"".join([span.tokens.tobytes() for span in trajectory.spans if span.author is Author.POLICY])
+
+
+def _sum_logprobs(trajectory: Trajectory) -> float:
+    logprobs = [span.logprobs for span in trajectory.spans if span.logprobs is not None]
+    return float(sum(each.sum(dtype=np.float64) for each in logprobs))

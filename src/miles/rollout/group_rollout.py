@@ -223,7 +223,7 @@ class GroupRollout:
         """Generate a trajectory from its beginning, or from where it was interrupted."""
         while True:
             async with self._limiter.sample() if self._limiter else nullcontext():
-                if isinstance(self._generate, ResumableGenerate) and previous is not None and previous.response_length:
+                if previous is not None and previous.response_length and isinstance(self._generate, ResumableGenerate):
                     previous = await self._generate.resume(prompt, previous, self._engine, sampling)
                 else:
                     previous = await self._generate(prompt, self._engine, sampling)

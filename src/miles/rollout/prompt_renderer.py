@@ -33,6 +33,8 @@ class PromptRenderer:
         self, tokenizer: Tokenizer, *, chat: bool, template: Mapping[str, Any] = EMPTY, tools: bool = False
     ) -> None:
         self._tokenizer = tokenizer
+        # Decided once: comparing an object with a protocol takes longer than rendering a short prompt.
+        self._image_tokenizer = tokenizer if isinstance(tokenizer, ImageTokenizer) else None
         self._chat = chat
         self._template = template
         self._tools = tools
@@ -58,8 +60,8 @@ class PromptRenderer:
 
     async def load_images(self, prompt: Prompt) -> Images:
         """The prompt's images, processed off the event loop."""
-        if isinstance(self._tokenizer, ImageTokenizer):
-            await self._tokenizer.prepare(prompt.messages)
+        if self._image_tokenizer is not None:
+            await self._image_tokenizer.prepare(prompt.messages)
         return self.render(prompt).images
 
     def _render(self, prompt: Prompt) -> RenderedPrompt:

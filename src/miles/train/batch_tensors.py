@@ -27,7 +27,6 @@ from miles.core.token_fields import ROUTED_EXPERTS, TEACHER_LOGPROB, TEACHER_LOG
 from miles.core.types import Array, Sample
 from miles.train.packed_images import PackedImages, check_images, truncate_images
 from miles.train.prefix_sharing import (
-    MIN_SHARED_TOKENS,
     PrefixTree,
     TokenPath,
     TreeNode,
@@ -267,11 +266,11 @@ def pack_micro_batch(
     device: torch.device,
     replay: bool,
     share: bool = False,
-    min_shared: int = MIN_SHARED_TOKENS,
+    min_shared: int | None = None,
 ) -> MicroBatch:
     """Pack the ``chosen`` samples; ``replay`` includes the engine's routed experts.
 
-    With ``share`` samples of one prompt share a common prefix of at least ``min_shared`` tokens.
+    With ``share`` samples of one prompt share common prefixes of at least ``min_shared`` tokens; None: a default.
     """
     sizes = flat.length_S[chosen]
     position_P = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -323,7 +322,7 @@ def _pack_images(flat: FlatBatch, chosen: Sequence[int], tree: PrefixTree | None
     )
 
 
-def _build_tree(flat: FlatBatch, chosen: Sequence[int], *, replay: bool, min_shared: int) -> PrefixTree | None:
+def _build_tree(flat: FlatBatch, chosen: Sequence[int], *, replay: bool, min_shared: int | None) -> PrefixTree | None:
     """Build the prefix tree of the samples; None if they share nothing."""
     tree = build_prefix_tree(build_token_paths(flat, chosen, replay=replay), min_shared=min_shared)
     return tree if len(tree.kept_T) < len(tree.slot_P) else None

@@ -24,6 +24,11 @@ from miles.models.spec import DecoderSpec
 
 MIN_SHARED_TOKENS = 8
 """Shorter common prefixes are not shared: every fork costs an attention call or a row of its table."""
+MIN_SHARED_NEAR_START = 4
+"""The same for forks among the first ``_NEAR_START`` tokens, where a fork has few keys to gather."""
+_NEAR_START = 32
+# So many tokens are compared faster in Python than by numpy.
+_SHORT_PATH = 64
 # With so many prompts per data-parallel rank, whole prompts balance well enough.
 _PROMPTS_PER_RANK = 4
 
@@ -88,9 +93,10 @@ class _BuildNode:
 class _TreeBuilder:
     """Nodes in order of discovery, parents before children, and the last node of each sample."""
 
-    def __init__(self, paths: Sequence[TokenPath], min_shared: int) -> None:
+    def __init__(self, paths: Sequence[TokenPath], min_shared: int | None) -> None:
         self.paths = paths
-        self.min_shared = min_shared
+        self._min_shared = min_shared
+        self._lists = [path.tokens.tolist() if len(path) <= _SHORT_PATH else None for path in paths]
         self.nodes: list[_BuildNode] = []
         self.ends: dict[int, int] = {}
 
@@ -98,23 +104,33 @@ class _TreeBuilder:
         """Add samples that are equal up to ``start`` and continue node ``parent``."""
         first = members[0]
         common = min(self._common_end(first, i, start) for i in members)
-        if len(members) > 1 and common - start < self.min_shared:
+        if len(members) > 1 and common - start < self._get_min_shared(common):
             # Too few tokens to share: samples that continue together try again, and those that end here stay alone.
             for part in self._group_by_token(members, common):
                 for subset in [part] if len(self.paths[part[0]]) > common else [[i] for i in part]:
                     self.add(subset, start, parent)
             return
-        ending = [i for i in members if len(self.paths[i]) == common]
         node = len(self.nodes)
         self.nodes.append(_BuildNode(first, start, common, parent))
-        self.ends |= dict.fromkeys(ending, node)
-        for part in self._group_by_token([i for i in members if i not in ending], common):
+        self.ends |= dict.fromkeys((i for i in members if len(self.paths[i]) == common), node)
+        for part in self._group_by_token([i for i in members if len(self.paths[i]) > common], common):
             self.add(part, common, node)
+
+    def _get_min_shared(self, fork: int) -> int:
+        """Return how many tokens must be shared before a fork at this position."""
+        if self._min_shared is not None:
+            return self._min_shared
+        return MIN_SHARED_NEAR_START if fork <= _NEAR_START else MIN_SHARED_TOKENS
 
     def _common_end(self, a: int, b: int, start: int) -> int:
         """Return the end of the common prefix of two samples that are equal up to ``start``."""
         left, right = self.paths[a], self.paths[b]
         end = min(len(left), len(right))
+        left_list, right_list = self._lists[a], self._lists[b]
+        if left_list is not None and right_list is not None and left.routed is None and right.routed is None:
+            while start < end and left_list[start] == right_list[start]:
+                start += 1
+            return start
         differ = left.tokens[start:end] != right.tokens[start:end]
         if left.routed is not None or right.routed is not None:
             if left.routed is None or right.routed is None:
@@ -134,8 +150,8 @@ class _TreeBuilder:
         return list(parts.values())
 
 
-def _build(paths: Sequence[TokenPath], min_shared: int) -> _TreeBuilder:
-    assert min_shared > 0
+def _build(paths: Sequence[TokenPath], min_shared: int | None) -> _TreeBuilder:
+    assert min_shared is None or min_shared > 0
     builder = _TreeBuilder(paths, min_shared)
     prompts: dict[int, list[int]] = {}
     for number, path in enumerate(paths):
@@ -145,10 +161,11 @@ def _build(paths: Sequence[TokenPath], min_shared: int) -> _TreeBuilder:
     return builder
 
 
-def build_prefix_tree(paths: Sequence[TokenPath], *, min_shared: int = MIN_SHARED_TOKENS) -> PrefixTree:
+def build_prefix_tree(paths: Sequence[TokenPath], *, min_shared: int | None = None) -> PrefixTree:
     """Build the tree in which common prefixes of samples of one prompt occur once.
 
-    Samples fork where at least ``min_shared`` tokens were equal since the last fork.
+    Samples fork where at least ``min_shared`` tokens were equal since the last fork (MIN_SHARED_TOKENS if not given,
+    MIN_SHARED_NEAR_START near the start).
     """
     builder = _build(paths, min_shared)
     offsets = [0, *accumulate(map(len, paths))]
@@ -184,7 +201,7 @@ def collect_ancestors(nodes: Sequence[TreeNode], ends: Sequence[int]) -> list[in
 # -- packing --------------------------------------------------------------------------------
 
 
-def count_tree_tokens(paths: Sequence[TokenPath], *, min_shared: int = MIN_SHARED_TOKENS) -> int:
+def count_tree_tokens(paths: Sequence[TokenPath], *, min_shared: int | None = None) -> int:
     """Return the number of tokens of the samples in one micro-batch, with common prefixes counted once."""
     return sum(node.end - node.start for node in _build(paths, min_shared).nodes)
 
@@ -195,7 +212,7 @@ def bundle_by_prefix(
     limit: int,
     dp_size: int = 1,
     unit_size: int = 1,
-    min_shared: int = MIN_SHARED_TOKENS,
+    min_shared: int | None = None,
     fits: Callable[[Sequence[int]], bool] | None = None,
 ) -> list[PrefixBundle]:
     """Bundle the samples of a prompt for packing into one micro-batch, up to ``limit`` tokens.

@@ -140,7 +140,7 @@ class _SegmentView:
         pasts: dict[int, list[int]] = {}
         for count, segment in enumerate(self.segments):
             pasts.setdefault(segment.keys - segment.length, []).append(count)
-        starts = [0, *accumulate(s.length for s in self.segments)]
+        starts_B = np.array([0, *accumulate(s.length for s in self.segments)])
         shapes: list[tuple[int, int, int]] = []
         queries: list[NDArray[np.int64]] = []
         keys: list[NDArray[np.int64]] = []
@@ -149,10 +149,10 @@ class _SegmentView:
                 block_segments = [self.segments[numbers[i]] for i in block]
                 longest = max(s.length for s in block_segments)
                 shapes.append((len(block_segments), longest, past + longest))
-                for i, segment in zip(block, block_segments, strict=True):
-                    start, more = starts[numbers[i]], longest - segment.length
-                    queries.append(np.pad(np.arange(start, start + segment.length), (0, more), constant_values=-1))
-                    keys.append(np.pad(list_keys([segment]), (0, more), constant_values=-1))
+                length_B1 = np.array([[s.length] for s in block_segments])
+                query_BS = starts_B[[numbers[i] for i in block]][:, None] + np.arange(longest)
+                queries.append(np.where(np.arange(longest) < length_B1, query_BS, -1).ravel())
+                keys.append(self._pad_keys(block_segments, past + longest).ravel())
         query_P, key_P = np.concatenate(queries), np.concatenate(keys)
         slot_T = np.empty(self.total, np.int64)
         slot_T[query_P[query_P >= 0]] = np.flatnonzero(query_P >= 0)
@@ -163,6 +163,17 @@ class _SegmentView:
             RowGather(np.maximum(key_P, 0), self.keys, self.device, real_P=key_P >= 0),
             RowGather(slot_T, len(query_P), self.device),
         )
+
+    def _pad_keys(self, segments: Sequence[Segment], width: int) -> NDArray[np.int64]:
+        """The key tokens of each segment, [B, N]; -1 behind them."""
+        key_M = np.arange(self.keys)
+        key_BN = np.full((len(segments), width), -1)
+        for key_N, segment in zip(key_BN, segments, strict=True):
+            end = 0
+            for first, n in segment.runs:
+                key_N[end : end + n] = key_M[first : first + n]
+                end += n
+        return key_BN
 
     def get_mask(self, queries: int, keys: int, window: int | None) -> Tensor | None:
         """The mask of a block, [S, N]; None where it is plainly causal."""

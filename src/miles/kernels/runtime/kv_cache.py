@@ -11,6 +11,7 @@ take the place of two heads. Index keys are never quantized.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -304,7 +305,10 @@ class StepStates:
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    if device.type != "cpu":
+    count = math.prod(shape)
+    if device.type != "cpu" or not count:
         return torch.zeros(shape, device=device, dtype=dtype)
-    # numpy leaves zeroing to the operating system: unused pages take no memory and no time.
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    # The operating system zeroes pages when they are used: unused ones take no memory and no time. Memory of malloc may
+    # have been used before, and is then zeroed whole.
+    pages = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)

@@ -101,7 +101,7 @@ WARMUP_FLAGS = (
 )
 GRPO_FLAGS = (
     "--advantage-estimator grpo --rollout-batch-size 32 --n-samples-per-prompt 8 --lr 1e-3 --lr-decay-style cosine "
-    "--lr-warmup-fraction 0.05 --save-interval 50 --eval-interval 20 --n-samples-per-eval-prompt 4"
+    "--lr-warmup-fraction 0.05 --save-interval 50 --eval-interval 20 --n-samples-per-eval-prompt 4 --share-prefix"
 )
 
 

@@ -11,7 +11,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-MANY_TRAJECTORIES = 1024
+MANY_TRAJECTORIES = 128
 """Trajectories in flight from which young objects are collected less often."""
 _THRESHOLD = (20_000, 20, 20)
 

@@ -80,10 +80,10 @@ class SingleTurn:
                 f"Prompt {prompt.id} has {prompt_length} tokens, which leaves no room for a reply in a context of "
                 f"{self._max_context_len}."
             )
-        return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, context_left))
+        return sampling if sampling.max_new_tokens <= context_left else replace(sampling, max_new_tokens=context_left)
 
     def _response_text(self, completion: Completion, sampling: SamplingParams) -> str:
-        ids: list[int] = [int(i) for span in completion.spans for i in span.tokens]
+        ids: list[int] = [token for span in completion.spans for token in span.tokens.tolist()]
         if ids and ids[-1] in sampling.stop_token_ids:
             ids.pop()
         text = self._decode(ids)

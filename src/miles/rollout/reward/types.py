@@ -78,7 +78,7 @@ def check_group_rewards(rewards: Any, *, source: str, prompt: Prompt, count: int
 
 def _check_number(value: Any, where: str) -> float:
     try:
-        if isinstance(value, str | bytes) or np.ndim(value) != 0:
+        if type(value) is not float and (isinstance(value, str | bytes) or np.ndim(value) != 0):
             raise TypeError
         number = float(value)
     except Exception as error:  # whatever a user's own type raises

@@ -8,7 +8,7 @@ from itertools import chain, count
 
 import numpy as np
 
-from miles.backends.native.engine.forward_batch import derive_rng_streams
+from miles.backends.native.engine.forward_batch import derive_rng_stream
 from miles.backends.native.engine.lora import ServedAdapter
 from miles.backends.native.engine.req import Req, pack_token_mask
 from miles.backends.native.engine.request import GenerateRequest, Ints
@@ -26,6 +26,9 @@ from miles.core.sampling_limits import (
 )
 from miles.core.types import Array
 from miles.models.spec import DecoderSpec
+
+_FEW_TOKENS = 64
+"""So many numbers are compared faster in Python than by numpy."""
 
 
 class RequestValidator:
@@ -70,7 +73,6 @@ class RequestValidator:
         stops, number = sampling.stop_token_ids, next(self._numbers)
         # Tokens outside the vocabulary cannot be sampled and end nothing.
         end_tokens = tuple(token for token in (*spec.eos_token_ids, *stops) if 0 <= token < spec.vocab_size)
-        seed = np.array([sampling.seed & 0xFFFFFFFFFFFFFFFF], np.uint64)
         req = Req(
             number=number,
             request=request,
@@ -87,7 +89,7 @@ class RequestValidator:
             images=images,
             lora=lora,
             lora_versions=[] if lora is None else [(0, lora.version)],
-            rng_stream=int(derive_rng_streams(seed)[0]),
+            rng_stream=derive_rng_stream(sampling.seed),
             vocab_size=spec.vocab_size,
             arrival_time=now,
         )
@@ -157,7 +159,11 @@ class RequestValidator:
 
     def _find_unknown_token(self, tokens: Array) -> int | None:
         """Return a token outside the vocabulary, if there is one."""
-        least, most = int(tokens.min()), int(tokens.max())
+        if len(tokens) <= _FEW_TOKENS:
+            values = tokens.tolist()
+            least, most = min(values), max(values)
+        else:
+            least, most = int(tokens.min()), int(tokens.max())
         return least if least < 0 else most if most >= self._spec.vocab_size else None
 
 
