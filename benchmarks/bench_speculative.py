@@ -63,11 +63,15 @@ class RandomDrafter:
     def draft(self, reqs: Sequence[Req], lengths: Sequence[int]) -> list[DraftedTokens | None]:
         return [DraftedTokens(self._tokens[:length], MIN_MATCH) for length in lengths]
 
-    def observe(self, req: Req) -> None: ...
+    def observe(self, req: Req) -> bool:
+        return False
 
     def prepare(self, batch: ForwardBatch, *, drafted: bool, needed: bool) -> None: ...
 
     def replay(self, req: Req, count: int) -> None: ...
+
+    def estimate_replay_seconds(self, req: Req) -> float:
+        return 0.0
 
     def estimate_seconds(self, num_reqs: int, length: int) -> float:
         return 0.0
@@ -258,7 +262,7 @@ def time_speculation(engine: NativeEngine) -> list[float]:
         return timed
 
     # Not choose_length, which the others call too: its result is cached.
-    for name in ("propose", "prepare", "measure", "record", "forget"):
+    for name in ("propose", "prepare", "measure", "record", "observe"):
         setattr(speculation, name, wrap(getattr(speculation, name)))
     return seconds
 

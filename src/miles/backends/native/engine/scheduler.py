@@ -210,6 +210,9 @@ class Scheduler:
             running.finish_prefill(leader)
         for fork in step.forks:
             running.apply_fork(fork)
+        if self._speculation is not None:
+            for req in (*step.prefilled, *(fork.follower for fork in step.forks)):
+                self._speculation.observe(req)
         for span in step.scored:
             span.req.next_scored = span.first + span.length
         running.pages.unwritten.clear()
@@ -270,6 +273,8 @@ class Scheduler:
             store_logprob_results(step.sampled_reqs, output.logprob_results, accepted_D)
         before = {req: len(req.tokens) for req in step.sampled_reqs}
         branches: dict[Req, int] = {}
+        # Requests whose last token was drafted, and the branch that has it. Nothing behind it is verified.
+        drafted_ends: dict[Req, int] = {}
         ended: list[Req] = []
         if step.state_rows_D is not None:
             self._keep_accepted_states(step, step.state_rows_D, accepted_D)
@@ -277,6 +282,8 @@ class Scheduler:
         samples = zip(output.tokens_D.tolist(), output.logprobs_D.tolist(), strict=True)
         for (req, branch, accepted), (token, logprob) in zip(rows, samples, strict=True):
             if req.finish_kind or not accepted:
+                if accepted:
+                    drafted_ends.setdefault(req, branch)
                 continue
             branches[req] = branch
             if req.version is not version:
@@ -297,7 +304,9 @@ class Scheduler:
             slots.token_S[req.slot] = req.tokens[-1]
             req.drop_unsampled_logprobs()
             if self._speculation is not None and appended:
-                self._speculation.record(req, appended - 1, branches[req])
+                drafted_end = req in drafted_ends
+                branch = drafted_ends.get(req, branches[req])
+                self._speculation.record(req, appended - 1 + drafted_end, branch, drafted_end=drafted_end)
             self.running_batch.end_branches(req, branches.get(req, 0))
             req.draft = NO_DRAFTS
         return ended
@@ -402,12 +411,15 @@ class Scheduler:
     def _propose_drafts(self, decodes_B: Ints, speculation: Speculation) -> dict[int, DraftTree]:
         """Return the drafts (slot -> tree) that this step verifies, and give their requests pages for them."""
         running, slots = self.running_batch, self.running_batch.slots
+        length = speculation.choose_length(len(decodes_B))
+        if not length:
+            return speculation.propose((), (), num_rows=len(decodes_B), max_rows=slots.count)
         reqs = [
             req
             for req in running.reqs_at(decodes_B)
             if req.can_speculate and slots.length_S[req.slot] == len(req.tokens)
         ]
-        length = speculation.choose_length(len(decodes_B)) if len(decodes_B) < slots.count else 0
+        length = length if len(decodes_B) < slots.count else 0
         room = [self._make_room(req, length) if length else 0 for req in reqs]
         max_rows = slots.count
         if self._num_draft_states is not None:
@@ -565,6 +577,6 @@ class Scheduler:
 
     def _release(self, req: Req) -> None:
         if self._speculation is not None:
-            self._speculation.forget(req)
+            self._speculation.observe(req)
         for follower in self.running_batch.release(req):
             self.submit(follower)
