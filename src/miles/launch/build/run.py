@@ -58,6 +58,7 @@ from miles.launch.build.teachers import WithTeachers, build_teachers
 from miles.launch.build.user_hooks import UserHooks, load_eval_function, load_user_hooks, wrap_rollout
 from miles.launch.config import Config
 from miles.launch.distributed.resilient_trainer import RecoveryState, ResilientTrainer
+from miles.launch.plan.drafts import choose_speculation
 from miles.launch.plan.plan import Plan
 from miles.observe.metric import correct_metrics, group_metrics
 from miles.rollout.bad_rows import BadRowRollout, drop_empty_groups
@@ -179,7 +180,13 @@ async def build_run(
     return TrainingRun(
         loop=Loop(wrap_planes(planes), build_loop_settings(config, steps), start and start[1], policy=main.policy.name),
         policy=policy,
-        notes=policies.notes() + list_data_notes(parts) + list_async_notes(config) + eval_notes,
+        notes=(
+            policies.notes()
+            + list_data_notes(parts)
+            + list_async_notes(config)
+            + (list_draft_notes(config) if stack.engines else ())
+            + eval_notes
+        ),
         generation=generation,
         multi_agent=multi_agent,
         engines=tuple(stack.engines.values()),
@@ -451,6 +458,12 @@ def mask_stale_tokens(config: Config, estimator: AdvantageEstimator) -> Advantag
     """The estimator, which masks tokens of older weights under --mask-offpolicy-in-partial-rollout."""
     masks = config.async_rollout.mask_offpolicy_in_partial_rollout
     return train_newest_version_only(estimator) if masks else estimator
+
+
+def list_draft_notes(config: Config) -> tuple[str, ...]:
+    """A note where engines draft by default."""
+    choice = choose_speculation(config)
+    return (choice.describe(),) if choice.reason and choice.algorithm != "none" else ()
 
 
 def list_async_notes(config: Config) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from miles.core.errors import UsageError
 from miles.kernels.numerics import configure_cublas
 from miles.launch.config import ServeRoot
 from miles.launch.hub.resolve import NameResolver
+from miles.launch.plan.drafts import choose_served_speculation
 from miles.launch.plan.lora import build_lora, get_adapter_folder
 from miles.launch.rules.paths import find_checkpoint_problem, find_newest_checkpoint, read_spec_or_none
 from miles.launch.rules.precision import find_quantization_problems
@@ -160,7 +161,7 @@ def _check_training(config: ServeRoot) -> Iterator[str]:
         "--lora-rank and --lora-adapter-path": config.lora.is_enabled,
         "--tensor-parallel-size": config.serve.tensor_parallel_size > 1,
         "--skip-tokenizer-init": config.serve.skip_tokenizer_init,
-        "--speculative-algorithm": config.native.speculative_algorithm != "none",
+        "--speculative-algorithm": config.native.drafts,
     }
     for flag, is_given in refused.items():
         if is_given:
@@ -310,11 +311,14 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
     load_device = device if len(devices) == 1 else "cpu"  # the whole model need not fit on one GPU
     numerics = config.models.numerics
     model = hf.load_model(folder, spec, device=load_device, dtype=dtype, numerics=numerics, trust_remote_code=trusted)
+    speculation = choose_served_speculation(config)
+    if speculation.algorithm != "none" and speculation.reason:
+        print(speculation.describe(), flush=True)
     engine = NativeEngine(
         model.spec,
         device=device,
         dtype=dtype,
-        config=config.native,
+        config=speculation.apply(config.native),
         run=run,
         decode=None if tokenizer is None else tokenizer.decode,
         numerics=numerics,

@@ -292,24 +292,31 @@ class Scheduler:
             req.logprobs.append(logprob)
             if req.check_finished(self._decode):
                 ended.append(req)
-        slots = self.running_batch.slots
         for req, length in before.items():
             appended = len(req.tokens) - length
             self.counters.generated_tokens += appended
-            if req.slot < 0 or not req.draft.tokens:
-                continue
-            # The first of them was counted when the step was launched.
-            slots.num_computed_S[req.slot] += max(0, appended - 1)
-            slots.length_S[req.slot] = len(req.tokens)
-            slots.token_S[req.slot] = req.tokens[-1]
-            req.drop_unsampled_logprobs()
-            if self._speculation is not None and appended:
-                drafted_end = req in drafted_ends
-                branch = drafted_ends.get(req, branches[req])
-                self._speculation.record(req, appended - 1 + drafted_end, branch, drafted_end=drafted_end)
-            self.running_batch.end_branches(req, branches.get(req, 0))
-            req.draft = NO_DRAFTS
+            if req.slot >= 0 and req.draft.tokens:
+                self._end_verification(req, appended, branches.get(req, 0), drafted_ends.get(req))
         return ended
+
+    def _end_verification(self, req: Req, appended: int, branch: int, drafted_end: int | None) -> None:
+        """Count the ``appended`` tokens of a request, the last by a row of ``branch``, and drop its drafts.
+
+        ``drafted_end`` is the branch that has the token that ended it, if one has.
+        """
+        slots = self.running_batch.slots
+        # The first of them was counted when the step was launched.
+        slots.num_computed_S[req.slot] += max(0, appended - 1)
+        slots.length_S[req.slot] = len(req.tokens)
+        slots.token_S[req.slot] = req.tokens[-1]
+        req.drop_unsampled_logprobs()
+        if self._speculation is not None and appended:
+            if drafted_end is None:
+                self._speculation.record(req, appended - 1, branch)
+            else:
+                self._speculation.record(req, appended, drafted_end, drafted_end=True)
+        self.running_batch.end_branches(req, branch)
+        req.draft = NO_DRAFTS
 
     def _keep_accepted_states(self, step: ScheduledStep, state_rows_D: Ints, accepted_D: Bools) -> None:
         """Copy to each request's slot, before the next step, the recurrent state after its last accepted row."""

@@ -436,7 +436,7 @@ def build_speculation(
     draft_model: Drafter | None = None,
 ) -> Speculation | None:
     """Return what --speculative-algorithm asks for."""
-    if config.speculative_algorithm == "none":
+    if not config.drafts:
         return None
     if (config.speculative_algorithm != "ngram") != (draft_model is not None):
         raise UsageError(f"--speculative-algorithm {config.speculative_algorithm} and its draft need each other.")
