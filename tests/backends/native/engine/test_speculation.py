@@ -16,7 +16,13 @@ from miles.backends.native.engine.draft_tree import (
     build_tree_rows,
     find_accepted_drafts,
 )
-from miles.backends.native.engine.ngram_draft import DraftedTokens, NgramDrafter, PromptHistory, find_branches
+from miles.backends.native.engine.ngram_draft import (
+    NOT_INDEXED,
+    DraftedTokens,
+    NgramDrafter,
+    PromptHistory,
+    find_branches,
+)
 from miles.backends.native.engine.speculation import MAX_REPLAY_STEPS, PROBE_STEPS, Speculation
 from miles.backends.native.engine.step_cost import StepCost, estimate_step_cost
 from miles.cluster.platform import Platform
@@ -298,13 +304,13 @@ def test_replays_in_vain_become_rare():
     for token in range(100, 2100):
         req.tokens.append(token)
         speculation.measure([req])
-    # After 4, 8, 16, 32 and then every 64 steps.
-    assert counted[0] == 5 + (2000 - 4 - 8 - 16 - 32 - 64) // MAX_REPLAY_STEPS
-    for token in range(100, 140):
+    # After 4, 8, 16, 32, 64 and then every 128 steps.
+    assert counted[0] == 6 + (2000 - 4 - 8 - 16 - 32 - 64 - 128) // MAX_REPLAY_STEPS
+    for token in range(100, 240):
         req.tokens.append(token)
         speculation.measure([req])
     before = counted[0]
-    for token in range(140, 240):
+    for token in range(240, 340):
         req.tokens.append(token)
         speculation.measure([req])
     assert counted[0] - before > 90
@@ -423,3 +429,13 @@ def test_a_drafted_end_of_a_response_counts_as_accepted(in_branch):
     assert rate.verified - rate.accepted == pytest.approx(8 - 0.6 * 8 + in_branch)
     assert rate.accepted == pytest.approx(0.6 * 8 + counts.accepted - in_branch)
     assert world.speculation.counters.accepted == counts.accepted
+
+
+def test_a_long_history_is_indexed_over_several_steps():
+    """A step indexes 4,096 tokens at most; until then a request has no draft, which is no failed lookup."""
+    drafter = NgramDrafter(10**6)
+    req = lone_req([*range(6000), *range(6000)])
+    drafter.observe(req)
+    found = [drafter.draft([req], [3])[0] for _ in range(3)]
+    assert found[0] is found[1] is NOT_INDEXED
+    assert found[2] == ([0, 1, 2], 24, [])

@@ -12,6 +12,7 @@ until drafts are looked up, and what would have been drafted is measured by a li
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,10 +29,12 @@ MIN_MATCH, MAX_MATCH = 2, 24
 _MAX_PLACES = 16
 # Earlier responses kept for each prompt.
 _MAX_SEQUENCES = 64
-# Time of a lookup; of a linear search, by its tokens; and the most tokens that it reads.
-_LOOKUP_SECONDS = 1e-5
+# Time of a lookup and of choosing and counting its tokens; of a linear search, by its tokens, and the most of them.
+_LOOKUP_SECONDS = 2e-5
 _SEARCH_SECONDS, _SEARCH_TOKEN_SECONDS = 5e-6, 2e-8
-_MAX_SEARCHED = 16_384
+_MAX_SEARCHED = 4096
+# The most tokens that are indexed in a step; a request whose history is not indexed yet has no draft in it.
+_MAX_INDEXED = 4096
 # Bits of a token, and of a position in a sequence.
 _BITS = 32
 _END_MASK = (1 << _BITS) - 1
@@ -52,6 +55,10 @@ class DraftedTokens(NamedTuple):
         [0, 1, 2, 2, 3, 4]
         """
         return self.match - 2 if self.match < 4 else self.match.bit_length() - 1
+
+
+NOT_INDEXED = DraftedTokens((), MIN_MATCH)
+"""No draft yet: it says nothing about whether the request repeats something."""
 
 
 @dataclass(slots=True)
@@ -109,10 +116,7 @@ class PromptHistory:
         With several ``num_branches``, what else followed other matches leaves it in branches: those of the longest
         match first, then the newest.
         """
-        for added in sorted(self._added):
-            self._index(added)
-        self._added.clear()
-        self._index(number)
+        self.index(number)
         tokens = self._sequences[number].tokens
         last = len(tokens) - 1
         found: list[tuple[int, list[int]]] = []
@@ -127,6 +131,21 @@ class PromptHistory:
             if match >= MAX_MATCH and num_branches == 1:
                 break
         return _choose_longest(found, num_branches)
+
+    def index(self, number: int, most: int = sys.maxsize) -> int:
+        """Index a request's tokens, those of requests added since, and at most ``most``; return how many were."""
+        self._added.add(number)
+        count = 0
+        for added in sorted(self._added):
+            count += self._index(added, most - count)
+            if self._sequences[added].indexed < len(self._sequences[added].tokens):
+                break
+            self._added.discard(added)
+        return count
+
+    def is_indexed(self) -> bool:
+        """Return whether ``index`` has indexed all tokens that it was to."""
+        return not self._added
 
     def search(self, number: int, length: int, most: int) -> DraftedTokens | None:
         """Return what ``find`` would have returned when a sequence had ``length`` tokens, by linear search.
@@ -147,19 +166,24 @@ class PromptHistory:
         return min(self.num_tokens, _MAX_SEARCHED)
 
     def _iter_searched(self, number: int, last: int) -> Iterator[tuple[list[int], int, int]]:
-        """Yield the sequences to search, and from where to where; nothing of the own one from its ``last`` token on."""
+        """Yield the sequences to search, and from where to where: the own one up to its ``last`` token, then others."""
         left = _MAX_SEARCHED
-        for other, sequence in reversed(self._sequences.items()):
+        for other in (number, *reversed(self._sequences)):
+            if left <= 0:
+                return
+            sequence = self._sequences[other]
             stop = last if other == number else len(sequence.tokens) - 1
             first = max(sequence.first, stop - left)
             left -= max(0, stop - first)
             yield sequence.tokens, first, stop
 
-    def _index(self, number: int) -> None:
-        """Index the tokens of a sequence that are not indexed yet."""
+    def _index(self, number: int, most: int) -> int:
+        """Index at most ``most`` tokens of a sequence that are not indexed yet; return how many were."""
         sequence = self._sequences[number]
         tokens, known_places = sequence.tokens, self._places
-        for end in range(max(sequence.indexed, 1), len(tokens)):
+        start = sequence.indexed
+        sequence.indexed = min(len(tokens), start + most)
+        for end in range(max(start, 1), sequence.indexed):
             pair, place = tokens[end - 1] << _BITS | tokens[end], number << _BITS | end
             places = known_places.setdefault(pair, place)
             if isinstance(places, list):
@@ -168,7 +192,7 @@ class PromptHistory:
                     del places[0]
             elif places != place:
                 known_places[pair] = [places, place]
-        sequence.indexed = len(tokens)
+        return sequence.indexed - start
 
 
 def _find_pair(tokens: list[int], first: int, stop: int, before: int, token: int) -> Iterable[int]:
@@ -254,8 +278,21 @@ class NgramDrafter:
         return repeats
 
     def draft(self, reqs: Sequence[Req], lengths: Sequence[int]) -> list[DraftedTokens | None]:
-        """Return a draft of each request's next tokens, at most so many; None without a match."""
-        return [self._draft_one(req, length) if length else None for req, length in zip(reqs, lengths, strict=True)]
+        """Return a draft of each request's next tokens, at most so many; None without a match.
+
+        It is ``NOT_INDEXED`` for a request whose history is not indexed yet.
+        """
+        drafts: list[DraftedTokens | None] = []
+        left = _MAX_INDEXED
+        for req, length in zip(reqs, lengths, strict=True):
+            if not length or len(req.tokens) < MIN_MATCH:
+                drafts.append(None)
+                continue
+            history = self._get_history(req)
+            left -= history.index(req.number, left)
+            found = history.find(req.number, length, self._num_branches) if history.is_indexed() else NOT_INDEXED
+            drafts.append(found)
+        return drafts
 
     def prepare(self, batch: ForwardBatch, *, drafted: bool, needed: bool) -> None:
         """Do nothing: tokens are all there is to know."""
@@ -274,11 +311,6 @@ class NgramDrafter:
     def estimate_replay_seconds(self, req: Req) -> float:
         """Return the time of a replay of a request."""
         return _SEARCH_SECONDS + _SEARCH_TOKEN_SECONDS * self._get_history(req).count_searched()
-
-    def _draft_one(self, req: Req, length: int) -> DraftedTokens | None:
-        if len(req.tokens) < MIN_MATCH:
-            return None
-        return self._get_history(req).find(req.number, length, self._num_branches)
 
     def _get_history(self, req: Req) -> PromptHistory:
         """Return the history of a request's prompt, which holds the request."""

@@ -26,7 +26,7 @@ import torch
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.draft_tree import NO_DRAFTS, DraftBranch, DraftTree, count_repeated_rows
 from miles.backends.native.engine.forward_batch import ForwardBatch
-from miles.backends.native.engine.ngram_draft import DraftedTokens, NgramDrafter
+from miles.backends.native.engine.ngram_draft import NOT_INDEXED, DraftedTokens, NgramDrafter
 from miles.backends.native.engine.req import Req
 from miles.backends.native.engine.step_cost import StepCost, estimate_step_cost
 from miles.cluster.platform import Platform
@@ -47,7 +47,7 @@ PROBE_STEPS, MAX_PROBE_STEPS = 64, 1024
 _PRIOR_SHARE = 0.5
 _PRIOR_LOOKUPS, _MAX_LOOKUPS = 4.0, 128.0
 # Steps without drafts from one replay to the next, at first and at most, and the tokens of a replay.
-REPLAY_STEPS, MAX_REPLAY_STEPS, _REPLAY_TOKENS = 4, 64, 4
+REPLAY_STEPS, MAX_REPLAY_STEPS, _REPLAY_TOKENS = 4, 128, 4
 # The most time of replays, by the time of the steps between them, both by estimates; and the most replays of a step.
 _MAX_REPLAY_SHARE, _MAX_REPLAYS = 0.01, 8
 # Weight in lookups that is left to earlier measurements when a prompt is sampled again.
@@ -158,11 +158,20 @@ class Drafter(Protocol):
 class Speculation:
     """Proposes drafts for a step, at most ``max_draft_tokens`` per request, and learns from their verification.
 
-    Without ``adaptive`` all requests always verify as many as they can. Branches start on pages of ``page_size``.
+    Without ``adaptive`` all requests always verify as many as they can. Branches start on pages of ``page_size``. A
+    step has at most ``max_rows`` rows (None: any number), of which ``max_draft_rows`` are drafts.
     """
 
     def __init__(
-        self, drafter: Drafter, *, max_draft_tokens: int, cost: StepCost, page_size: int = 1, adaptive: bool = True
+        self,
+        drafter: Drafter,
+        *,
+        max_draft_tokens: int,
+        cost: StepCost,
+        page_size: int = 1,
+        adaptive: bool = True,
+        max_rows: int | None = None,
+        max_draft_rows: int | None = None,
     ) -> None:
         self.counters = DraftCounters()
         self._drafter = drafter
@@ -171,6 +180,8 @@ class Speculation:
         self._cost = cost
         self._page_size = page_size
         self._adaptive = adaptive
+        self._max_rows = max_rows
+        self._max_draft_rows = max_draft_rows
         self._rates = [AcceptanceRate() for _ in range(drafter.num_buckets)]
         # By rank among the branches of one fork: if the chain and the branches before it were rejected.
         self._branch_rates: list[AcceptanceRate] = []
@@ -211,24 +222,33 @@ class Speculation:
         buckets = sorted(((rate.value, share) for rate, share in zip(self._rates, shares, strict=True)), reverse=True)
         # Were rows and drafting free, so many tokens of a request would be accepted.
         most = sum(share * sum(rate**length for length in self._lengths) for rate, share in buckets if share)
-        if 1 + most < MIN_GAIN:
+        if 1 + most < MIN_GAIN or not num_running:
             return 0
         best, best_rate = 0, MIN_GAIN * num_running / self._cost(num_running)
+        max_draft_rows = self._count_free_rows(num_running)
         drafting = 0.0
         gains = [0.0] * self._max_draft_tokens
         for rate, share in buckets:
             if not share:
                 continue
             drafting += share * num_running
-            tokens = float(num_running)
+            accepted = 0.0
             for length in self._lengths:
                 gains[length - 1] += share * num_running * rate**length
-                tokens += gains[length - 1]
-                seconds = self._cost(num_running + drafting * length) + self._cost.turn_seconds
+                accepted += gains[length - 1]
+                # Where there are too few rows for all, some requests have none.
+                rows = min(drafting * length, max_draft_rows)
+                tokens = num_running + accepted * rows / (drafting * length)
+                seconds = self._cost(num_running + rows) + self._cost.turn_seconds
                 seconds += self._drafter.estimate_seconds(num_running, length)
                 if tokens / seconds > best_rate:
                     best, best_rate = length, tokens / seconds
         return best
+
+    def _count_free_rows(self, num_running: int) -> float:
+        """Return how many rows of a step may be drafts."""
+        free = float("inf") if self._max_rows is None else max(0, self._max_rows - num_running)
+        return free if self._max_draft_rows is None else min(free, self._max_draft_rows)
 
     def measure(self, reqs: Sequence[Req]) -> None:
         """Replay drafts of some of the requests whose tokens a step without drafts sampled, every few steps.
@@ -305,7 +325,7 @@ class Speculation:
         found = self._drafter.draft(reqs, lengths)
         if self._drafter.can_replay:
             for draft, most in zip(found, lengths, strict=True):
-                if most:
+                if most and draft is not NOT_INDEXED:
                     self._count_lookup(draft)
         pairs = [(req, draft) for req, draft in zip(reqs, found, strict=True) if draft is not None and draft.tokens]
         trees = self._choose_trees(pairs, num_rows, max_rows)
@@ -377,12 +397,13 @@ class Speculation:
         heapify(queue)
         lengths = [[0] * (1 + len(draft.branches)) for _, draft in drafts]
         tokens, rows = float(num_rows), num_rows
-        seconds = self._cost(rows) + self._cost.turn_seconds
+        plain_seconds = self._cost(rows)
+        seconds = plain_seconds + self._cost.turn_seconds
         while queue and rows < max_rows:
             _, index, branch, length, gain, needed = heappop(queue)
             if rows + needed > max_rows or sum(lengths[index]) == self._max_draft_tokens:
                 continue
-            more = self._cost(rows + needed) - self._cost(rows)
+            more = self._cost(rows + needed) + self._cost.turn_seconds - seconds
             if self._adaptive and gain * seconds <= more * tokens:
                 if not branch:
                     break
@@ -395,10 +416,10 @@ class Speculation:
             if length < len(draft.branches[branch - 1].tokens if branch else draft.tokens):
                 gain *= rates[index]
                 heappush(queue, RowCandidate(-gain, index, branch, length + 1, gain, 1))
-            if not branch:
+            if not branch and draft.branches:
                 for candidate in self._iter_branches(*drafts[index], index, length - 1):
                     heappush(queue, candidate)
-        if self._adaptive and tokens * self._cost(num_rows) <= num_rows * seconds:
+        if self._adaptive and tokens * plain_seconds <= num_rows * seconds:
             return [NO_DRAFTS] * len(drafts)
         return [_cut(draft, counts) for (_, draft), counts in zip(drafts, lengths, strict=True)]
 
@@ -448,4 +469,6 @@ def build_speculation(
         cost=cost,
         page_size=config.engine_page_size,
         adaptive=config.speculative_adaptive,
+        max_rows=config.engine_max_running,
+        max_draft_rows=config.count_draft_states(True) if spec.recurrent else None,
     )
