@@ -12,7 +12,7 @@ With several trainer ranks this process is rank 0, and weights are gathered for 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -180,13 +180,7 @@ async def build_run(
     return TrainingRun(
         loop=Loop(wrap_planes(planes), build_loop_settings(config, steps), start and start[1], policy=main.policy.name),
         policy=policy,
-        notes=(
-            policies.notes()
-            + list_data_notes(parts)
-            + list_async_notes(config)
-            + (list_draft_notes(config) if stack.engines else ())
-            + eval_notes
-        ),
+        notes=policies.notes() + list_data_notes(parts) + list_engine_notes(config, stack.engines) + eval_notes,
         generation=generation,
         multi_agent=multi_agent,
         engines=tuple(stack.engines.values()),
@@ -460,10 +454,11 @@ def mask_stale_tokens(config: Config, estimator: AdvantageEstimator) -> Advantag
     return train_newest_version_only(estimator) if masks else estimator
 
 
-def list_draft_notes(config: Config) -> tuple[str, ...]:
-    """A note where engines draft by default."""
+def list_engine_notes(config: Config, engines: Collection[str]) -> tuple[str, ...]:
+    """Notes about the engines of a run: what they do not support, and what they draft with by default."""
     choice = choose_speculation(config)
-    return (choice.describe(),) if choice.reason and choice.algorithm != "none" else ()
+    drafts = (choice.describe(),) if engines and choice.reason and choice.algorithm != "none" else ()
+    return list_async_notes(config) + drafts
 
 
 def list_async_notes(config: Config) -> tuple[str, ...]:

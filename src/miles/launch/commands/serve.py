@@ -189,6 +189,9 @@ async def _serve(config: ServeRoot, key: str | None) -> None:
         server, native = await build_server(config, key, run)
         engine, name = native, server.model_info.served_model_name
     try:
+        speculation = choose_served_speculation(config)
+        if native is not None and speculation.reason and speculation.algorithm != "none":
+            print(speculation.describe(), flush=True)
         if native is not None and config.serve.server_warmup:
             await _warm_up_with_progress(native, config.serve)
         port = await _listen(server, config.serve)
@@ -311,14 +314,11 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
     load_device = device if len(devices) == 1 else "cpu"  # the whole model need not fit on one GPU
     numerics = config.models.numerics
     model = hf.load_model(folder, spec, device=load_device, dtype=dtype, numerics=numerics, trust_remote_code=trusted)
-    speculation = choose_served_speculation(config)
-    if speculation.algorithm != "none" and speculation.reason:
-        print(speculation.describe(), flush=True)
     engine = NativeEngine(
         model.spec,
         device=device,
         dtype=dtype,
-        config=speculation.apply(config.native),
+        config=choose_served_speculation(config).apply(config.native),
         run=run,
         decode=None if tokenizer is None else tokenizer.decode,
         numerics=numerics,

@@ -47,7 +47,8 @@ PROBE_STEPS, MAX_PROBE_STEPS = 64, 1024
 _PRIOR_SHARE = 0.5
 _PRIOR_LOOKUPS, _MAX_LOOKUPS = 4.0, 128.0
 # Steps without drafts from one replay to the next, at first and at most, and the tokens of a replay.
-REPLAY_STEPS, MAX_REPLAY_STEPS, _REPLAY_TOKENS = 4, 128, 4
+REPLAY_STEPS, MAX_REPLAY_STEPS = 4, 128
+_REPLAY_TOKENS = 4
 # The most time of replays, by the time of the steps between them, both by estimates; and the most replays of a step.
 _MAX_REPLAY_SHARE, _MAX_REPLAYS = 0.01, 8
 # Weight in lookups that is left to earlier measurements when a prompt is sampled again.
