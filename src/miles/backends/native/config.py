@@ -58,8 +58,8 @@ class NativeConfig:
     )
     speculative_algorithm: Literal["auto", "none", "ngram", "draft-model", "mtp", "eagle3"] = option(
         "auto",
-        "Draft tokens and verify several per engine step: from n-grams of a prompt's samples, with a smaller model, MTP "
-        "layers or an EAGLE-3 head; auto is ngram where a run stays as repeatable.",
+        "Draft tokens and verify several per engine step: from n-grams of a prompt's samples, with a smaller model, "
+        "MTP layers or an EAGLE-3 head; auto is ngram where a run stays as repeatable.",
     )
     speculative_draft_model_path: str | None = option(
         None,
