@@ -132,7 +132,7 @@ class Drafter(Protocol):
         """Return a draft of at most so many tokens for each request; None where there is none."""
         ...
 
-    def observe(self, req: Req) -> None:
+    def observe(self, req: Req) -> bool:
         """Learn of a request that starts or ends; return whether it repeats a prompt that has ended samples."""
         ...
 
