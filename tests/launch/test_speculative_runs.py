@@ -11,6 +11,7 @@ from miles.observe.metric import SPECULATION
 STEPS = 4
 # Samples of a low temperature repeat each other, so that many drafts are accepted.
 REPEATING = ("--rollout-max-response-len", "24", "--rollout-temperature", "0.3", "--rollout-batch-size", "2")
+NONE = ("--speculative-algorithm", "none")
 NGRAM = ("--speculative-algorithm", "ngram")
 # Also where drafts do not pay, so that every step has some.
 ALWAYS = (*NGRAM, "--disable-speculative-adaptive")
@@ -41,7 +42,7 @@ def speculative_metrics(run):
 def plain(inputs, tmp_path_factory):
     """The run without speculative decoding."""
     run = tmp_path_factory.mktemp("plain") / "run"
-    done = train(inputs, run, *EXACT)
+    done = train(inputs, run, *EXACT, *NONE)
     assert done.returncode == 0, done.stderr
     assert "accept len" not in done.stdout and speculative_metrics(run) == STEPS * [{}]
     return run
@@ -61,6 +62,16 @@ def test_with_exact_parity_a_run_with_drafts_is_the_run_without_to_the_bit(input
     assert done.stdout.count("accept len") == STEPS
     counters = [record for record in json.loads((run / "trace" / "loop.json").read_text()) if record["ph"] == "C"]
     assert {record["name"] for record in counters} == {name for step in steps for name in step}
+
+
+def test_by_default_a_run_with_exact_parity_drafts_and_says_so(inputs, plain, tmp_path):
+    run = tmp_path / "run"
+    done = train(inputs, run, *EXACT)
+    assert done.returncode == 0, done.stderr
+    assert "n-gram drafts where they pay, because with --parity exact they change no bit" in done.stdout + done.stderr
+    ours, theirs = everything(run), everything(plain)
+    assert [name for name in theirs if ours[name] != theirs[name]] == []
+    assert any("speculative/token_share" in step for step in speculative_metrics(run))
 
 
 def test_a_killed_run_makes_other_drafts_and_the_same_numbers(inputs, plain, tmp_path):
@@ -95,7 +106,7 @@ def test_without_exact_parity_a_killed_run_resumes_although_last_bits_may_differ
 def test_other_features_have_the_numbers_of_runs_without_drafts(inputs, tmp_path, more):
     if "--use-rollout-routing-replay" in more:
         inputs = write_inputs(tmp_path / "moe", moe=True)
-    for name, drafts in (("plain", ()), ("drafts", NGRAM)):
+    for name, drafts in (("plain", NONE), ("drafts", NGRAM)):
         done = train(inputs, tmp_path / name, *EXACT, *more, *drafts)
         assert done.returncode == 0, done.stderr
     ours, theirs = everything(tmp_path / "drafts"), everything(tmp_path / "plain")

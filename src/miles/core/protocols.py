@@ -58,22 +58,29 @@ class SpeculationCounts:
     """Speculative decoding of one request: steps that verified drafts of it, and its drafted and accepted tokens.
 
     ``histogram[i]`` is the number of verifications that accepted exactly ``i`` drafted tokens; it is empty if the
-    engine does not report it. A verification samples one token more than it accepts.
+    engine does not report it. A verification samples one token more than it accepts, except that nothing follows a
+    drafted token that ended the response (``drafted_ends``).
 
-    >>> counts = SpeculationCounts(verifications=2, drafted=8, accepted=5, histogram=(0, 1, 0, 0, 1))
+    >>> counts = SpeculationCounts(verifications=2, drafted=8, accepted=5, histogram=(0, 1, 0, 0, 1), drafted_ends=1)
     >>> counts.accept_length, counts.accept_rate
-    (3.5, 0.625)
+    (3.0, 0.625)
     """
 
     verifications: int = 0
     drafted: int = 0
     accepted: int = 0
     histogram: tuple[int, ...] = ()
+    drafted_ends: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that verifications sampled."""
+        return self.verifications + self.accepted - self.drafted_ends
 
     @property
     def accept_length(self) -> float:
         """Tokens per verification; 0 without any."""
-        return 1 + self.accepted / self.verifications if self.verifications else 0.0
+        return self.tokens / self.verifications if self.verifications else 0.0
 
     @property
     def accept_rate(self) -> float:
@@ -87,6 +94,7 @@ class SpeculationCounts:
             drafted=self.drafted + other.drafted,
             accepted=self.accepted + other.accepted,
             histogram=tuple(one + two for one, two in pairs),
+            drafted_ends=self.drafted_ends + other.drafted_ends,
         )
 
 

@@ -66,7 +66,7 @@ class MeteredEngine:
 
 def _compute_metrics(counts: SpeculationCounts, tokens: int) -> dict[str, float]:
     """Return the metrics of ``counts``, in a step that sampled ``tokens`` tokens."""
-    metrics = {"speculative/token_share": (counts.accepted + counts.verifications) / tokens if tokens else 0.0}
+    metrics = {"speculative/token_share": counts.tokens / tokens if tokens else 0.0}
     if counts.verifications:
         metrics["speculative/accept_length"] = counts.accept_length
         metrics["speculative/accept_rate"] = counts.accept_rate

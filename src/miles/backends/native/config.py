@@ -56,10 +56,10 @@ class NativeConfig:
         "Return the routed experts of every token of an MoE model, which a trainer can replay.",
         off="--disable-engine-return-routed-experts",
     )
-    speculative_algorithm: Literal["none", "ngram", "draft-model", "mtp", "eagle3"] = option(
-        "none",
-        "Draft tokens and verify several per engine step, without changing what is sampled: from n-grams of a prompt's "
-        "samples, with a smaller model, MTP layers or an EAGLE-3 head.",
+    speculative_algorithm: Literal["auto", "none", "ngram", "draft-model", "mtp", "eagle3"] = option(
+        "auto",
+        "Draft tokens and verify several per engine step: from n-grams of a prompt's samples, with a smaller model, "
+        "MTP layers or an EAGLE-3 head; auto is ngram where a run stays as repeatable.",
     )
     speculative_draft_model_path: str | None = option(
         None,
@@ -101,8 +101,11 @@ class NativeConfig:
         off="--disable-engine-cuda-graph",
     )
 
+    @property
+    def drafts(self) -> bool:
+        """Whether an engine with these options drafts tokens; ``auto`` is the launcher's to decide, and none here."""
+        return self.speculative_algorithm not in ("auto", "none")
+
     def count_draft_states(self, recurrent: bool) -> int:
         """Return how many recurrent states an engine has besides those of requests, for drafted tokens."""
-        return (
-            min(self.engine_max_running, MAX_DRAFT_STATES) if recurrent and self.speculative_algorithm != "none" else 0
-        )
+        return min(self.engine_max_running, MAX_DRAFT_STATES) if recurrent and self.drafts else 0

@@ -165,11 +165,13 @@ def _parse_speculation(meta: dict[str, Any]) -> SpeculationCounts | None:
     histogram = next((meta[name] for name in _HISTOGRAM_FIELDS if isinstance(meta.get(name), list)), [])
     valid = all(type(count) is int and count >= 0 for count in histogram)
     verifications, accepted, drafted = counts
+    ends = meta.get("spec_drafted_ends")  # a field of ``miles serve`` only
     return SpeculationCounts(
         verifications=verifications,
         drafted=drafted,
         accepted=accepted,
         histogram=tuple(histogram) if valid else (),
+        drafted_ends=ends if type(ends) is int and 0 <= ends <= min(accepted, verifications) else 0,
     )
 
 

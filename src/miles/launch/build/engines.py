@@ -22,7 +22,7 @@ from miles.kernels.numerics import Numerics
 from miles.launch.build.draft_model import load_engine_draft, name_head_weights
 from miles.launch.build.models import PolicyCheckpoint, load_model
 from miles.launch.config import Config
-from miles.launch.plan.drafts import drafts_with_mtp
+from miles.launch.plan.drafts import choose_speculation, drafts_with_mtp
 from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
 from miles.models.decoder import Decoder
@@ -57,7 +57,7 @@ def build_native_engine(
         policy.to_rollout_spec(spec),
         device=policy.platform.device,
         dtype=policy.rollout_dtype,
-        config=config.native,
+        config=choose_speculation(config).apply(config.native),
         run=run,
         decode=policy.tokenizer.decode,
         numerics=policy.numerics,

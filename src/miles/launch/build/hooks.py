@@ -21,6 +21,7 @@ from miles.hooks.compat.engine import ROUTER_HOST
 from miles.hooks.compat.types import NO_SERVICES, EvalDatasetConfig, UpstreamArgs, UpstreamContext, UpstreamServices
 from miles.hooks.registry import HookPoint
 from miles.launch.config import Config
+from miles.launch.plan.drafts import choose_speculation
 from miles.launch.plan.plan import parse_teacher_folders
 from miles.models.tokenizer import HfTokenizer, load_tokenizer
 from miles.rollout.data.schema import TOOLS
@@ -157,5 +158,5 @@ def _get_speculative_algorithm(config: Config) -> str | None:
     if config.sglang.rollout_backend == "sglang":
         flags = {args.flag: args.words for args in split_argv(config.sglang.sglang_flags)[1]}
         return next(iter(flags.get("--speculative-algorithm", ())), None)
-    name = config.native.speculative_algorithm
+    name = choose_speculation(config).algorithm
     return None if name == "none" else name.upper()

@@ -12,7 +12,7 @@ With several trainer ranks this process is rank 0, and weights are gathered for 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -59,6 +59,7 @@ from miles.launch.build.teachers import WithTeachers, build_teachers
 from miles.launch.build.user_hooks import UserHooks, load_eval_function, load_user_hooks, wrap_rollout
 from miles.launch.config import Config
 from miles.launch.distributed.resilient_trainer import RecoveryState, ResilientTrainer
+from miles.launch.plan.drafts import choose_speculation
 from miles.launch.plan.plan import Plan
 from miles.observe.metric import correct_metrics, group_metrics
 from miles.rollout.bad_rows import BadRowRollout, drop_empty_groups
@@ -181,7 +182,7 @@ async def build_run(
     return TrainingRun(
         loop=Loop(wrap_planes(planes), build_loop_settings(config, steps), start and start[1], policy=main.policy.name),
         policy=policy,
-        notes=policies.notes() + list_data_notes(parts) + list_async_notes(config) + eval_notes,
+        notes=policies.notes() + list_data_notes(parts) + list_engine_notes(config, stack.engines) + eval_notes,
         generation=generation,
         multi_agent=multi_agent,
         engines=tuple(stack.engines.values()),
@@ -462,6 +463,13 @@ def mask_stale_tokens(config: Config, estimator: AdvantageEstimator) -> Advantag
     """The estimator, which masks tokens of older weights under --mask-offpolicy-in-partial-rollout."""
     masks = config.async_rollout.mask_offpolicy_in_partial_rollout
     return train_newest_version_only(estimator) if masks else estimator
+
+
+def list_engine_notes(config: Config, engines: Collection[str]) -> tuple[str, ...]:
+    """Notes about the engines of a run: what they do not support, and what they draft with by default."""
+    choice = choose_speculation(config)
+    drafts = (choice.describe(),) if engines and choice.reason and choice.algorithm != "none" else ()
+    return list_async_notes(config) + drafts
 
 
 def list_async_notes(config: Config) -> tuple[str, ...]:

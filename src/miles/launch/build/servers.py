@@ -36,6 +36,7 @@ from miles.launch.build.models import PolicyCheckpoint
 from miles.launch.build.server_checkpoint import needs_triton_fp8, prepare_server_checkpoint
 from miles.launch.config import Config, ServeRoot
 from miles.launch.distributed.ray_placement import get_reservation
+from miles.launch.plan.drafts import choose_speculation
 from miles.launch.plan.plan import Plan
 from miles.launch.plan.topology import count_engines, get_engine_devices
 from miles.launch.runtime.run_directory import append_log_line
@@ -46,7 +47,15 @@ from miles.models.spec import DecoderSpec
 
 API_KEY = "MILES_API_KEY"
 _SERVE_SECTIONS = ("models", "media", "native")
-_NOT_PASSED_ON = ("hf_checkpoint", "dtype", "rollout_dtype", "rollout_precision", "train_precision", "fp8_format")
+_NOT_PASSED_ON = (
+    "hf_checkpoint",
+    "dtype",
+    "rollout_dtype",
+    "rollout_precision",
+    "train_precision",
+    "fp8_format",
+    "speculative_algorithm",
+)
 
 # -- the engine and its weights -------------------------------------------------------------
 
@@ -285,9 +294,10 @@ def _build_server_command(
 def _build_serve_flags(config: Config, policy: PolicyCheckpoint) -> list[str]:
     """The model and engine options that are not at their defaults, as flags of ``miles serve``.
 
-    The server has adapters if the engine applies them beside its weights.
+    What engines draft with is chosen for the run, not by each server. The server has adapters if the engine applies
+    them beside its weights.
     """
-    words: list[str] = []
+    words = ["--speculative-algorithm", choose_speculation(config).algorithm]
     sections = _SERVE_SECTIONS if policy.rollout_adapters is None else (*_SERVE_SECTIONS, "lora")
     for option in get_options(ServeRoot).values():
         if option.section not in sections or option.name in _NOT_PASSED_ON:

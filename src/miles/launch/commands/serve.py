@@ -24,6 +24,7 @@ from miles.core.errors import UsageError
 from miles.kernels.numerics import configure_cublas
 from miles.launch.config import ServeRoot
 from miles.launch.hub.resolve import NameResolver
+from miles.launch.plan.drafts import choose_served_speculation
 from miles.launch.plan.lora import build_lora, get_adapter_folder
 from miles.launch.rules.paths import find_checkpoint_problem, find_newest_checkpoint, read_spec_or_none
 from miles.launch.rules.precision import find_quantization_problems
@@ -160,7 +161,7 @@ def _check_training(config: ServeRoot) -> Iterator[str]:
         "--lora-rank and --lora-adapter-path": config.lora.is_enabled,
         "--tensor-parallel-size": config.serve.tensor_parallel_size > 1,
         "--skip-tokenizer-init": config.serve.skip_tokenizer_init,
-        "--speculative-algorithm": config.native.speculative_algorithm != "none",
+        "--speculative-algorithm": config.native.drafts,
     }
     for flag, is_given in refused.items():
         if is_given:
@@ -188,6 +189,9 @@ async def _serve(config: ServeRoot, key: str | None) -> None:
         server, native = await build_server(config, key, run)
         engine, name = native, server.model_info.served_model_name
     try:
+        speculation = choose_served_speculation(config)
+        if native is not None and speculation.reason and speculation.algorithm != "none":
+            print(speculation.describe(), flush=True)
         if native is not None and config.serve.server_warmup:
             await _warm_up_with_progress(native, config.serve)
         port = await _listen(server, config.serve)
@@ -314,7 +318,7 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
         model.spec,
         device=device,
         dtype=dtype,
-        config=config.native,
+        config=choose_served_speculation(config).apply(config.native),
         run=run,
         decode=None if tokenizer is None else tokenizer.decode,
         numerics=numerics,

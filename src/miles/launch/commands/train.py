@@ -35,6 +35,7 @@ from miles.launch.distributed.driver import set_train_env_vars
 from miles.launch.distributed.ray_placement import get_reservation, reserve_cluster
 from miles.launch.hub.mirror import CheckpointMirror, restore_run
 from miles.launch.hub.resolve import describe_name
+from miles.launch.plan.drafts import choose_speculation, is_repeatable
 from miles.launch.plan.plan import Plan, build_plan, choose_parity_tolerance, count_samples_per_prompt
 from miles.launch.plan.topology import get_split, is_remote, restore_split
 from miles.launch.policies.config import get_main_config
@@ -380,10 +381,9 @@ def _build_journal(
     config: Config, directory: RunDirectory, cursor: Cursor | None, view: View, views: Sequence[Observer]
 ) -> EventBus:
     """Every log and sink of the run; logs must repeat exactly where the events depend only on the seed."""
-    ordered = config.schedule.max_weight_staleness == 0 and config.async_rollout.over_sampling_batch_size is None
     # A resumed run makes other drafts, and without batch-invariant kernels log-probs depend on the rows of a step.
-    drafts = config.native.speculative_algorithm != "none" and config.models.parity != "exact"
-    strict = ordered and not drafts and not directory.rescheduled
+    drafts = choose_speculation(config).algorithm != "none" and config.models.parity != "exact"
+    strict = is_repeatable(config) and not drafts and not directory.rescheduled
     is_new = cursor is None and not (directory.path / "events.jsonl").exists()
     offsets = None if is_new else (cursor.log_offsets if cursor is not None else {})
     max_bytes = config.observe.trace_max_mb * 10**6

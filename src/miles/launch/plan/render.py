@@ -10,6 +10,7 @@ from miles.config.schema import get_options, get_sections
 from miles.config.value_types import format_value
 from miles.launch.config import Config
 from miles.launch.hub.resolve import describe_names
+from miles.launch.plan.drafts import choose_speculation
 from miles.launch.plan.hardware import choose_device, count_cores, get_free_memory
 from miles.launch.plan.memory import MemoryShare, estimate_memory, format_bytes
 from miles.launch.plan.objective_text import format_objective
@@ -280,6 +281,14 @@ def _describe_absent_device(plan: Plan) -> str:
     return f", but not available here ({found.why})" if plan.device != "cpu" and found.name == "cpu" else ""
 
 
+def _format_speculation(config: Config, plan: Plan) -> list[str]:
+    """What engines draft with, and why."""
+    choice = choose_speculation(config)
+    if not plan.samples or config.observe.load_debug_rollout_data is not None or not choice.reason:
+        return []
+    return [f"drafts     {choice.algorithm}: {choice.reason}"]
+
+
 def _format_placement(config: Config, plan: Plan, spec: DecoderSpec) -> list[str]:
     size, active = parameter_count(spec), active_parameter_count(spec)
     experts = "" if active == size else f", {active / 1e6:,.2f}M active per token"
@@ -310,6 +319,7 @@ def _format_placement(config: Config, plan: Plan, spec: DecoderSpec) -> list[str
         *_format_precision(config, plan),
         f"device     {plan.device}{threads}: {plan.device_why}{_describe_absent_device(plan)}",
         f"rollout    {rollout}",
+        *_format_speculation(config, plan),
         f"train      {train}",
         *_format_devices(config, plan),
         *_format_layout(config, plan),

@@ -16,6 +16,7 @@ from miles.backends.native.config import NativeConfig
 from miles.config.schema import flag_from_name, get_options
 from miles.hooks.registry import DATA_BUFFER, EVAL_LOG, EVALUATE, GENERATE
 from miles.launch.config import Config
+from miles.launch.plan.drafts import choose_speculation
 from miles.launch.plan.topology import is_distributed, is_remote, uses_ray
 
 Rule = Callable[[Config], Iterator[str]]
@@ -179,7 +180,7 @@ NOTED_FLAGS = (
             "--speculative-adaptive",
         ),
         "--speculative-algorithm",
-        lambda c: c.native.speculative_algorithm != "none",
+        lambda c: choose_speculation(c).algorithm != "none",
     ),
 )
 """Flags that upstream's launch lines often have where nothing follows from them: they are noted, not refused."""

@@ -124,11 +124,16 @@ class HeadDrafter:
         pages = np.concatenate((pages_T, np.full(len(forked_D), -1)))
         self._launched = LaunchedRows(rows, slots, positions_T[rows], pages, reqs)
 
-    def observe(self, req: Req) -> None:
+    def observe(self, req: Req) -> bool:
         """Do nothing: the trainer trains the head."""
+        return False
 
     def replay(self, req: Req, count: int) -> None:
         """Do nothing: drafts of earlier tokens would have to be computed again."""
+
+    def estimate_replay_seconds(self, req: Req) -> float:
+        """Return 0: there is no replay."""
+        return 0.0
 
     def estimate_seconds(self, num_reqs: int, length: int) -> float:
         """Return the time of so many steps of the head."""

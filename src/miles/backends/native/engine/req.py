@@ -48,7 +48,8 @@ class Req:
     ``draft`` are the drafted tokens that a step verifies, ``draft_bucket`` is where their acceptance is counted
     (``speculation``), ``draft_masks`` are the grammar's masks by branch and offset, and ``branch_pages`` the pages of
     each branch, from which page of the sequence on. ``accepted_drafts[i]`` is the number of verifications that accepted
-    ``i`` of its drafted tokens; None without speculative decoding. ``lora_overtaken`` requests were admitted before it
+    ``i`` of its drafted tokens; None without speculative decoding. ``drafted_ends`` is 1 if its last token was drafted
+    and ended it. ``lora_overtaken`` requests were admitted before it
     while its adapter ``lora`` had no slot; ``lora_versions`` lists (index of the first sampled token, version of the
     adapter).
     """
@@ -102,6 +103,7 @@ class Req:
     draft_masks: dict[tuple[int, int], BitWords] = field(default_factory=dict)
     branch_pages: list[tuple[int, list[int]]] = field(default_factory=list)
     drafted_tokens: int = 0
+    drafted_ends: int = 0
     accepted_drafts: list[int] | None = None
 
     # -- properties of the request ----------------------------------------------------------
@@ -180,8 +182,9 @@ class Req:
         self.lora_versions.append((len(self.logprobs), version))
         self.cache_epoch = -1
 
-    def record_verification(self, drafted: int, accepted: int) -> None:
-        """Count a step that verified ``drafted`` tokens and accepted the first ``accepted`` of them."""
+    def record_verification(self, drafted: int, accepted: int, *, drafted_end: bool) -> None:
+        """Count a step that verified ``drafted`` tokens and accepted ``accepted``, the last of which may be the end."""
+        self.drafted_ends += drafted_end
         counts = self.accepted_drafts = self.accepted_drafts or []
         counts.extend([0] * (accepted + 1 - len(counts)))
         counts[accepted] += 1
@@ -259,6 +262,7 @@ class Req:
             drafted=self.drafted_tokens,
             accepted=sum(accepted * count for accepted, count in enumerate(counts)),
             histogram=counts,
+            drafted_ends=self.drafted_ends,
         )
 
     def gather_routed_experts(self, no_expert: Array | None, first: int) -> Array | None:

@@ -210,6 +210,9 @@ class Scheduler:
             running.finish_prefill(leader)
         for fork in step.forks:
             running.apply_fork(fork)
+        if self._speculation is not None:
+            for req in (*step.prefilled, *(fork.follower for fork in step.forks)):
+                self._speculation.observe(req)
         for span in step.scored:
             span.req.next_scored = span.first + span.length
         running.pages.unwritten.clear()
@@ -270,6 +273,8 @@ class Scheduler:
             store_logprob_results(step.sampled_reqs, output.logprob_results, accepted_D)
         before = {req: len(req.tokens) for req in step.sampled_reqs}
         branches: dict[Req, int] = {}
+        # Requests whose last token was drafted, and the branch that has it. Nothing behind it is verified.
+        drafted_ends: dict[Req, int] = {}
         ended: list[Req] = []
         if step.state_rows_D is not None:
             self._keep_accepted_states(step, step.state_rows_D, accepted_D)
@@ -277,6 +282,8 @@ class Scheduler:
         samples = zip(output.tokens_D.tolist(), output.logprobs_D.tolist(), strict=True)
         for (req, branch, accepted), (token, logprob) in zip(rows, samples, strict=True):
             if req.finish_kind or not accepted:
+                if accepted:
+                    drafted_ends.setdefault(req, branch)
                 continue
             branches[req] = branch
             if req.version is not version:
@@ -285,22 +292,31 @@ class Scheduler:
             req.logprobs.append(logprob)
             if req.check_finished(self._decode):
                 ended.append(req)
-        slots = self.running_batch.slots
         for req, length in before.items():
             appended = len(req.tokens) - length
             self.counters.generated_tokens += appended
-            if req.slot < 0 or not req.draft.tokens:
-                continue
-            # The first of them was counted when the step was launched.
-            slots.num_computed_S[req.slot] += max(0, appended - 1)
-            slots.length_S[req.slot] = len(req.tokens)
-            slots.token_S[req.slot] = req.tokens[-1]
-            req.drop_unsampled_logprobs()
-            if self._speculation is not None and appended:
-                self._speculation.record(req, appended - 1, branches[req])
-            self.running_batch.end_branches(req, branches.get(req, 0))
-            req.draft = NO_DRAFTS
+            if req.slot >= 0 and req.draft.tokens:
+                self._end_verification(req, appended, branches.get(req, 0), drafted_ends.get(req))
         return ended
+
+    def _end_verification(self, req: Req, appended: int, branch: int, drafted_end: int | None) -> None:
+        """Count the ``appended`` tokens of a request, the last by a row of ``branch``, and drop its drafts.
+
+        ``drafted_end`` is the branch that has the token that ended it, if one has.
+        """
+        slots = self.running_batch.slots
+        # The first of them was counted when the step was launched.
+        slots.num_computed_S[req.slot] += max(0, appended - 1)
+        slots.length_S[req.slot] = len(req.tokens)
+        slots.token_S[req.slot] = req.tokens[-1]
+        req.drop_unsampled_logprobs()
+        if self._speculation is not None and appended:
+            if drafted_end is None:
+                self._speculation.record(req, appended - 1, branch)
+            else:
+                self._speculation.record(req, appended, drafted_end, drafted_end=True)
+        self.running_batch.end_branches(req, branch)
+        req.draft = NO_DRAFTS
 
     def _keep_accepted_states(self, step: ScheduledStep, state_rows_D: Ints, accepted_D: Bools) -> None:
         """Copy to each request's slot, before the next step, the recurrent state after its last accepted row."""
@@ -402,12 +418,15 @@ class Scheduler:
     def _propose_drafts(self, decodes_B: Ints, speculation: Speculation) -> dict[int, DraftTree]:
         """Return the drafts (slot -> tree) that this step verifies, and give their requests pages for them."""
         running, slots = self.running_batch, self.running_batch.slots
+        length = speculation.choose_length(len(decodes_B))
+        if not length:
+            return speculation.propose((), (), num_rows=len(decodes_B), max_rows=slots.count)
         reqs = [
             req
             for req in running.reqs_at(decodes_B)
             if req.can_speculate and slots.length_S[req.slot] == len(req.tokens)
         ]
-        length = speculation.choose_length(len(decodes_B)) if len(decodes_B) < slots.count else 0
+        length = length if len(decodes_B) < slots.count else 0
         room = [self._make_room(req, length) if length else 0 for req in reqs]
         max_rows = slots.count
         if self._num_draft_states is not None:
@@ -565,6 +584,6 @@ class Scheduler:
 
     def _release(self, req: Req) -> None:
         if self._speculation is not None:
-            self._speculation.forget(req)
+            self._speculation.observe(req)
         for follower in self.running_batch.release(req):
             self.submit(follower)

@@ -245,7 +245,7 @@ def format_meta_info(state: OutputState, tokens_since: int = 0) -> dict[str, Any
 
 
 def format_speculation(counts: SpeculationCounts) -> dict[str, Any]:
-    """Counts of speculative decoding under SGLang's names, its former ones included."""
+    """Counts of speculative decoding under SGLang's names, its former ones included, and a field of our own."""
     fields: dict[str, Any] = {
         "spec_verify_ct": counts.verifications,
         "spec_accept_token_num": counts.accepted,
@@ -253,6 +253,7 @@ def format_speculation(counts: SpeculationCounts) -> dict[str, Any]:
         "spec_num_correct_drafts": counts.accepted,
         "spec_num_proposed_drafts": counts.drafted,
         "spec_correct_drafts_histogram": list(counts.histogram),
+        "spec_drafted_ends": counts.drafted_ends,
     }
     if counts.verifications:
         fields |= {"spec_accept_rate": counts.accept_rate, "spec_accept_length": counts.accept_length}
