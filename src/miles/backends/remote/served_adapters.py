@@ -75,6 +75,13 @@ class ServedAdapters:
             self.stuck.add(name)
             self.on_stuck(name)
 
+    async def unload_current(self) -> None:
+        """Unload the adapter of new requests too, if no request uses it: the server goes on without this run."""
+        name, self.current = self.current, None
+        if name is not None and name not in self.stuck and not self._requests[name]:
+            await self.wait_unloaded()
+            await self._unload_one(name)
+
     async def close(self) -> None:
         """Wait for nothing more."""
         for task in self._tasks:

@@ -426,7 +426,10 @@ class RemoteWeightUpdate:
         await update.commit(weight_version_label(committed.version))
 
     async def close(self) -> None:
+        """Leave no adapter on servers that go on without this run."""
         await self._transport.close()
+        clients = [slot.client for slot in self._pool.serving() if slot.client is not None]
+        await asyncio.gather(*(client.adapters.unload_current() for client in clients))
 
 
 def _rejection(version: Version, error: MilesError) -> SyncError:
