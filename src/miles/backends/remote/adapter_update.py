@@ -7,7 +7,8 @@ adapter that they began with, so that each has one version.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -46,9 +47,14 @@ class AdapterUpdate:
         self._is_loaded = False
 
     async def begin(self, shapes: ShapeManifest) -> None:
+        if self._format.problem is not None:
+            raise RequestRejected(
+                f"{self.client.name} is stock SGLang, but {self._format.problem}; choose other "
+                "--target-modules, or remove --no-lora-merge"
+            )
         if self._info.max_lora_rank is None or self._info.max_lora_rank < self._format.rank:
             raise RequestRejected(
-                f"{self.client.name} is SGLang without room for adapters of rank {self._format.rank}; start it with "
+                f"{self.client.name} has no room for adapters of rank {self._format.rank}; start it with "
                 f"--enable-lora --max-lora-rank {self._format.rank} and --lora-target-modules "
                 f"{' '.join(self._format.config['target_modules'])}"
             )
@@ -85,8 +91,9 @@ class AdapterUpdate:
         """Load the adapter under the name of its version, which no request uses before ``commit``."""
         tensors = self._build_tensors()
         await self.client.adapters.wait_unloaded()
-        if self._name in await self.client.list_adapters():  # left by a run that ended before
-            await self.client.unload_adapter(self._name, self._seconds)
+        # A name may be left from before a connection was lost; to unload it could wait for a request that was lost too.
+        taken = await self.client.list_adapters()
+        self._name = next(name for name in _list_names(self._name) if name not in taken)
         await self.client.load_adapter(
             self._name,
             self._format.config,
@@ -116,6 +123,12 @@ class AdapterUpdate:
             await self.client.unload_adapter(self._name, self._seconds)
         self._is_loaded = False
         self._factors = {}
+
+
+def _list_names(label: str) -> Iterator[str]:
+    """Names for the adapter of a version: its label, then others."""
+    yield label
+    yield from (f"{label}.{number}" for number in count(1))
 
 
 def _compute_checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -147,7 +147,7 @@ class SglangClient:
             task = await self._run(body, response, on_tokens)
         finally:
             is_counted = response.finish_reason is not None and not response.never_ran
-            self.adapters.release(response.adapter, is_counted=is_counted)
+            self.adapters.release(response.adapter, is_counted=is_counted or response.is_lost)
         if task.cancelled():
             return response, RequestInterrupted(f"{self.name} interrupted the request")
         error = task.exception()
@@ -157,9 +157,7 @@ class SglangClient:
             raise error
         return response, None
 
-    async def _run(
-        self, body: dict[str, Any], response: GenerateResponse, on_tokens: OnTokens
-    ) -> asyncio.Task[None]:
+    async def _run(self, body: dict[str, Any], response: GenerateResponse, on_tokens: OnTokens) -> asyncio.Task[None]:
         """Send a request; returns its task when that is done."""
         task = asyncio.create_task(self._stream(body, response, on_tokens))
         self._inflight[task] = response
@@ -279,6 +277,7 @@ class SglangClient:
                     if response.abort_at_token:
                         await self._abort_running(response)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            response.is_lost = True
             raise ServerLost(f"{self.name} was lost ({_first_line(error)})") from error
         except RequestDenied as error:
             raise RequestRejected(f"{self.name} rejected the request: {error}") from error
@@ -390,14 +389,9 @@ class SglangClient:
         seconds: float,
     ) -> None:
         """Load a LoRA adapter under a new name; the server compares the checksums of its tensors."""
-        payload = await asyncio.to_thread(bucket.to_inline_pickle)
-        body = {
-            "lora_name": name,
-            "config_dict": dict(config),
-            "serialized_named_tensors": [payload] * ranks,
-            "load_format": "flattened_bucket",
-            "expected_checksums": dict(checksums),
-        }
+        body: dict[str, Any] = {"lora_name": name, "config_dict": dict(config), "expected_checksums": dict(checksums)}
+        data = await asyncio.to_thread(bucket.to_inline_pickle)
+        body |= {"serialized_named_tensors": [data] * ranks, "load_format": "flattened_bucket"}
         answer = await self.request("POST", "/load_lora_adapter_from_tensors", body, seconds=seconds)
         if name not in (answer.get("loaded_adapters") or ()):
             raise RequestRejected(f"{self.name} did not load adapter {name}")

@@ -37,8 +37,8 @@ class GenerateResponse:
     server's label of the weights that sampled the last token; ``version_runs``, if the server reports it, the labels of
     all weights that sampled the tokens, in order, and how many each; ``experts`` is SGLang's ``routed_experts`` field.
     With ``num_prompt_tokens`` the server must have read so many. ``speculation`` is None if the server reports none.
-    ``adapter`` is the LoRA adapter that the request named, and ``rid`` its id then; it is to be aborted at its first token
-    with ``abort_at_token``, and was aborted while it waited to run if ``never_ran``.
+    ``adapter`` is the LoRA adapter that the request named, and ``rid`` its id then. ``abort_at_token``: it is to be
+    aborted at its first token; ``never_ran``: it was aborted while it waited to run; ``is_lost``: its server was lost.
     """
 
     vocab_size: int
@@ -56,6 +56,7 @@ class GenerateResponse:
     rid: str | None = None
     abort_at_token: bool = False
     never_ran: bool = False
+    is_lost: bool = False
 
     def add_event(self, event: Any) -> None:
         """Add an event; after ``InvalidResponse`` the tokens of earlier events stay."""

@@ -32,13 +32,14 @@ class AdapterFormat:
     """A run's adapter as SGLang takes it.
 
     ``names`` are the tensors of the adapter by the names under which factors are published, and ``zeros`` the shapes of
-    those that are not published because their projections have no adapter.
+    those that are not published because their projections have no adapter. ``problem`` is why SGLang does not take it.
     """
 
     rank: int
     config: Mapping[str, Any]
     names: Mapping[str, str]
     zeros: Mapping[str, tuple[int, ...]]
+    problem: str | None = None
 
 
 def find_target_problem(spec: DecoderSpec, targets: Iterable[LoraTarget]) -> str | None:
@@ -56,7 +57,9 @@ def find_target_problem(spec: DecoderSpec, targets: Iterable[LoraTarget]) -> str
     return None
 
 
-def build_lora_flags(spec: DecoderSpec, lora: LoraSpec, *, device: str, num_adapters: int) -> dict[str, tuple[str, ...]]:
+def build_lora_flags(
+    spec: DecoderSpec, lora: LoraSpec, *, device: str, num_adapters: int
+) -> dict[str, tuple[str, ...]]:
     """The flags of a server that takes the run's adapters, by their names; a user's own replace them."""
     flags: dict[str, tuple[str, ...]] = {
         "enable-lora": (),
@@ -103,7 +106,8 @@ def build_adapter_format(spec: DecoderSpec) -> AdapterFormat | None:
         "use_rslora": False,
         "use_dora": False,
     }
-    return AdapterFormat(rank=lora.rank, config=config, names=names, zeros=zeros)
+    problem = find_target_problem(spec, targets)
+    return AdapterFormat(rank=lora.rank, config=config, names=names, zeros=zeros, problem=problem)
 
 
 def _complete_targets(spec: DecoderSpec, targets: Sequence[LoraTarget]) -> tuple[LoraTarget, ...]:

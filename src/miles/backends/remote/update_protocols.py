@@ -276,7 +276,7 @@ def describe_verification(update: UpdateProtocol, checksum: str | None, count: i
     """A sentence on what a server verifies."""
     if update.names_versions:
         return (
-            f"{update.slot.name} loads each version as a new adapter, and compares the checksum of each of its tensors; "
+            f"{update.slot.name} loads each version as a new adapter and compares the checksum of each tensor; "
             "requests in flight end with the adapter that they began with."
         )
     if not update.requires_pause:

@@ -293,9 +293,7 @@ def _build_lora_flags(config: Config, policy: PolicyCheckpoint, device: str) -> 
     lora = build_lora(config.lora, policy.spec) if policy.rollout_adapters is not None else None
     if lora is None:
         return {}
-    return build_lora_flags(
-        policy.spec, lora, device=device, num_adapters=config.schedule.max_weight_staleness + 3
-    )
+    return build_lora_flags(policy.spec, lora, device=device, num_adapters=config.schedule.max_weight_staleness + 3)
 
 
 def _build_serve_flags(config: Config, policy: PolicyCheckpoint) -> list[str]:

@@ -84,7 +84,7 @@ def _token_versions(
 ) -> list[tuple[Version, int]]:
     """Which versions sampled the tokens of a response, and how many each, by a server that had ``since`` at its start.
 
-    A single label is that of the last token only: in that case nothing may have changed meanwhile, except if the request
+    A single label is that of the last token only: in that case nothing may have changed meanwhile, unless the request
     named the adapter that it used.
     """
     if response.adapter is not None:
