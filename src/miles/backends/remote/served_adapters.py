@@ -16,6 +16,9 @@ from miles.core.errors import EngineError
 
 Unload = Callable[[str], Awaitable[None]]
 
+# Longer than the request of an unload may take.
+_UNLOAD_SECONDS = 90.0
+
 
 class ServedAdapters:
     """``unload`` removes an adapter from the server. ``current`` is the name that new requests use."""
@@ -57,7 +60,7 @@ class ServedAdapters:
     async def wait_unloaded(self) -> None:
         """Wait for unloads that have begun: SGLang takes no adapter meanwhile."""
         if self._tasks:
-            await asyncio.wait(set(self._tasks))
+            await asyncio.wait(set(self._tasks), timeout=_UNLOAD_SECONDS)
 
     def _unload_unused(self) -> None:
         for name in [each for each in self._retired if not self._requests[each]]:
