@@ -65,7 +65,8 @@ MAY_WAIT = {
     ("backends/native/tp/communicator.py", "TpCommunicator.scatter"): GROUP,
     ("backends/native/tp/communicator.py", "TpCommunicator.sum"): GROUP,
     ("backends/remote/client.py", "SglangClient.drain"): CANCELLED,
-    ("backends/remote/client.py", "SglangClient.generate"): "health checks find a server that is stuck",
+    ("backends/remote/client.py", "SglangClient._run"): "health checks find a server that is stuck",
+    ("backends/remote/client.py", "SglangClient.generate"): "acquire counts a request of an adapter, and does not wait",
     ("backends/remote/client.py", "SglangClient.wait_idle"): CANCELLED,
     ("backends/remote/pool/engine_pool.py", "EnginePool._choose"): LOOP,
     (

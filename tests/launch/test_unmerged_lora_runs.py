@@ -110,7 +110,11 @@ def test_ranks_come_to_what_one_process_comes_to(moe, tmp_path, layout):
         (("--use-dora",), "DoRA does not work with"),
         (("--lora-dropout", "0.1"), "--lora-dropout does not work with"),
         (("--rollout-precision", "fp8"), "--no-lora-merge needs the same base in trainer and engine"),
-        (("--rollout-backend", "sglang"), "--no-lora-merge applies adapters beside the weights as the trainer does"),
+        (
+            ("--rollout-backend", "sglang", "--update-weight-transport", "disk"),
+            "--no-lora-merge sends SGLang adapters in requests",
+        ),
+        (("--rollout-backend", "sglang", "--check-weight-update-equal"), "would overwrite the base of SGLang"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused_in_a_sentence(dense, tmp_path, more, sentence):

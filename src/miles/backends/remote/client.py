@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import Any, Literal
 import aiohttp
 
 from miles.backends.remote.response import GenerateResponse, InvalidResponse, RequestDenied
+from miles.backends.remote.served_adapters import ServedAdapters
+from miles.backends.remote.transports.buckets import Bucket
 from miles.core.errors import EngineError
 from miles.core.image_files import encode_data_url
 from miles.core.media import Images
@@ -65,6 +68,7 @@ class ServerInfo:
     """What a server reports about itself. ``seeded``: it samples with the seeds it is given.
 
     ``has_foreign_draft``: it drafts with a model that is not in the policy's checkpoint, as MTP layers are.
+    ``max_lora_rank`` is that of adapters it takes, None if it takes none.
     """
 
     kind: ServerKind
@@ -73,6 +77,7 @@ class ServerInfo:
     ranks: int
     seeded: bool
     has_foreign_draft: bool = False
+    max_lora_rank: int | None = None
 
 
 class SglangClient:
@@ -99,6 +104,7 @@ class SglangClient:
         self._inflight: dict[asyncio.Task[None], GenerateResponse] = {}
         self._info: ServerInfo | None = None
         self._first_path = ""
+        self.adapters = ServedAdapters(self.unload_adapter)
         self.has_checksums = True
         """Does the server compute checksums of its weights? Assumed until it rejects the request."""
 
@@ -131,15 +137,17 @@ class SglangClient:
             num_prompt_tokens=len(tokens) if images else None,
         )
         body = self._body(tokens, sampling)
-        if images:
-            body |= await asyncio.to_thread(self._image_fields, tokens, images)
-        task = asyncio.create_task(self._stream(body, response, on_tokens))
-        self._inflight[task] = response
+        response.adapter = self.adapters.acquire()
+        if response.adapter is not None:
+            response.rid = uuid.uuid4().hex
+            body |= {"lora_path": response.adapter, "rid": response.rid}
         try:
-            await asyncio.wait({task})
+            if images:
+                body |= await asyncio.to_thread(self._image_fields, tokens, images)
+            task = await self._run(body, response, on_tokens)
         finally:
-            del self._inflight[task]
-            task.cancel()
+            is_counted = response.finish_reason is not None and not response.never_ran
+            self.adapters.release(response.adapter, is_counted=is_counted or response.is_lost)
         if task.cancelled():
             return response, RequestInterrupted(f"{self.name} interrupted the request")
         error = task.exception()
@@ -148,6 +156,17 @@ class SglangClient:
         if error is not None:
             raise error
         return response, None
+
+    async def _run(self, body: dict[str, Any], response: GenerateResponse, on_tokens: OnTokens) -> asyncio.Task[None]:
+        """Send a request; returns its task when that is done."""
+        task = asyncio.create_task(self._stream(body, response, on_tokens))
+        self._inflight[task] = response
+        try:
+            await asyncio.wait({task})
+        finally:
+            del self._inflight[task]
+            task.cancel()
+        return task
 
     def interrupt_all(self) -> None:
         """End all in-flight requests with the tokens they have."""
@@ -255,7 +274,10 @@ class SglangClient:
                     received = len(response.tokens)
                     response.add_event(event)
                     on_tokens(response.tokens[received:])
+                    if response.abort_at_token:
+                        await self._abort_running(response)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            response.is_lost = True
             raise ServerLost(f"{self.name} was lost ({_first_line(error)})") from error
         except RequestDenied as error:
             raise RequestRejected(f"{self.name} rejected the request: {error}") from error
@@ -279,6 +301,7 @@ class SglangClient:
                 ranks=int(info.get("tp_size") or 1),
                 seeded=kind == "miles" or bool(info.get("enable_deterministic_inference")),
                 has_foreign_draft=kind == "sglang" and self._has_foreign_draft(info, str(model["model_path"])),
+                max_lora_rank=int(info.get("max_lora_rank") or 0) if info.get("enable_lora") else None,
             )
         except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
             raise ServerLost(f"{self.name} at {self.url} does not answer like SGLang ({_first_line(error)})") from error
@@ -294,14 +317,26 @@ class SglangClient:
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Stop sampling; in-flight requests are aborted, retracted or kept in place, by ``mode``."""
+        if mode == "abort" and self.adapters.current is not None and self._inflight:
+            await self.abort()
+            await asyncio.wait(set(self._inflight), timeout=CONTROL_SECONDS)
         await self.request("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
         await self.request("POST", "/continue_generation", {})
 
     async def abort(self) -> None:
-        """End all requests with the tokens they have."""
-        await self.request("POST", "/abort_request", {"abort_all": True}, with_requests=True)
+        """End all requests with the tokens they have; those that name an adapter have one at least."""
+        if self.adapters.current is None:
+            await self.request("POST", "/abort_request", {"abort_all": True}, with_requests=True)
+        else:
+            await asyncio.gather(*(self._abort_running(response) for response in self._inflight.values()))
+
+    async def _abort_running(self, response: GenerateResponse) -> None:
+        """Abort a request once it has a token: SGLang keeps the adapters of those that it aborts before they run."""
+        response.abort_at_token = not response.tokens
+        if response.tokens and response.finish_reason is None:
+            await self.request("POST", "/abort_request", {"rid": response.rid}, with_requests=True)
 
     async def flush(self) -> bool:
         """Empty the prefix cache; false while requests use it."""
@@ -335,6 +370,35 @@ class SglangClient:
         loads = await self.request("GET", "/get_load")
         first = loads[0] if isinstance(loads, list) and loads else {}
         return {name: float(value) for name, value in first.items() if name in ("num_reqs", "num_waiting_reqs")}
+
+    # -- adapters of stock SGLang -----------------------------------------------------------
+
+    async def list_adapters(self) -> set[str]:
+        """The names of the LoRA adapters that it has."""
+        models = await self.request("GET", "/v1/models")
+        return {str(model["id"]) for model in models["data"] if model.get("parent") is not None}
+
+    async def load_adapter(
+        self,
+        name: str,
+        config: Mapping[str, Any],
+        bucket: Bucket,
+        checksums: Mapping[str, str],
+        *,
+        ranks: int,
+        seconds: float,
+    ) -> None:
+        """Load a LoRA adapter under a new name; the server compares the checksums of its tensors."""
+        body: dict[str, Any] = {"lora_name": name, "config_dict": dict(config), "expected_checksums": dict(checksums)}
+        data = await asyncio.to_thread(bucket.to_inline_pickle)
+        body |= {"serialized_named_tensors": [data] * ranks, "load_format": "flattened_bucket"}
+        answer = await self.request("POST", "/load_lora_adapter_from_tensors", body, seconds=seconds)
+        if name not in (answer.get("loaded_adapters") or ()):
+            raise RequestRejected(f"{self.name} did not load adapter {name}")
+
+    async def unload_adapter(self, name: str, seconds: float = CONTROL_SECONDS) -> None:
+        """Unload a LoRA adapter; waits for requests that use it."""
+        await self.request("POST", "/unload_lora_adapter", {"lora_name": name}, seconds=seconds)
 
     # -- control requests ------------------------------------------------------------------------------
 
@@ -399,6 +463,7 @@ class SglangClient:
     async def close(self) -> None:
         """Interrupt in-flight requests and close the connections."""
         await self.drain(0.0)
+        await self.adapters.close()
         for session in (self._session, self._control_session):
             if session is not None:
                 await session.close()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from miles.backends.remote.pool.engine_pool import weight_version_label
 from miles.backends.remote.transports.buckets import (
     Bucket,
     DigestManifest,
@@ -27,7 +28,9 @@ class CommittedWeights:
 
     @property
     def shapes(self) -> ShapeManifest:
-        return ShapeManifest(self.tensors)
+        shapes = ShapeManifest(self.tensors)
+        shapes.label = weight_version_label(self.version)
+        return shapes
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -12,6 +12,8 @@ from miles.core.protocols import SpeculationCounts
 
 # Log-probs computed in low precision are sometimes slightly above 0.
 MAX_LOGPROB = 1e-3
+# SGLang's message for a request that was aborted before it ran, or after it was retracted.
+_WAITING = "Abort in waiting queue"
 _FIRST, _SECOND = itemgetter(0), itemgetter(1)
 # Names of accepted and drafted tokens, and of the histogram of accepted tokens: SGLang's, then its former ones.
 _ACCEPTED_FIELDS = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
@@ -35,6 +37,8 @@ class GenerateResponse:
     server's label of the weights that sampled the last token; ``version_runs``, if the server reports it, the labels of
     all weights that sampled the tokens, in order, and how many each; ``experts`` is SGLang's ``routed_experts`` field.
     With ``num_prompt_tokens`` the server must have read so many. ``speculation`` is None if the server reports none.
+    ``adapter`` is the LoRA adapter that the request named, and ``rid`` its id then. ``abort_at_token``: it is to be
+    aborted at its first token; ``never_ran``: it was aborted while it waited to run; ``is_lost``: its server was lost.
     """
 
     vocab_size: int
@@ -48,6 +52,11 @@ class GenerateResponse:
     cached_tokens: int = 0
     num_prompt_tokens: int | None = None
     speculation: SpeculationCounts | None = None
+    adapter: str | None = None
+    rid: str | None = None
+    abort_at_token: bool = False
+    never_ran: bool = False
+    is_lost: bool = False
 
     def add_event(self, event: Any) -> None:
         """Add an event; after ``InvalidResponse`` the tokens of earlier events stay."""
@@ -128,6 +137,7 @@ class GenerateResponse:
         experts = meta.get("routed_experts")
         self.experts = experts if isinstance(experts, str) else None
         self.finish_reason = kind
+        self.never_ran = kind == "abort" and reason.get("message") == _WAITING
 
 
 def _server_error(fields: dict[str, Any], status_field: str) -> EngineError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 PREFIX = "--sglang-"
+EMPTY: Mapping[str, Sequence[str]] = {}
 
 _RESERVED: Mapping[str, str] = {
     **dict.fromkeys(("model", "model-path"), "is set by --hf-checkpoint"),
@@ -62,17 +63,19 @@ def build_command(
     trust_remote_code: bool,
     triton_fp8: bool = False,
     images: bool = False,
+    lora: Mapping[str, Sequence[str]] = EMPTY,
 ) -> tuple[str, ...]:
     """The command line of a server without its address, with defaults that suit a run.
 
     ``triton_fp8``: its FP8 kernels are those in Triton, which take weights and scales as the checkpoint has them.
     ``images``: images are resized by Pillow, as the run does, and not by torchvision, which gives other pixels.
+    ``lora`` are the flags of a server that is sent adapters.
     """
     given = set(parse_flag_names(argv))
     command = [python, "-m", "sglang.launch_server", "--model-path", folder]
     command += ["--dtype", dtype, "--tp-size", str(ranks)]
     # Incremental events of several tokens keep streaming cheap.
-    defaults: dict[str, tuple[str, ...]] = {"incremental-streaming-output": (), "stream-interval": ("8",)}
+    defaults: dict[str, Sequence[str]] = {"incremental-streaming-output": (), "stream-interval": ("8",), **lora}
     if kv_cache_dtype != "auto":
         defaults["kv-cache-dtype"] = (kv_cache_dtype,)
     if triton_fp8:

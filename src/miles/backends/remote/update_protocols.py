@@ -1,4 +1,7 @@
-"""Weight-update protocols of one server: two-phase with a commit (``miles serve``), or in place (stock SGLang)."""
+"""Weight-update protocols of one server: two-phase with a commit (``miles serve``), or in place (stock SGLang).
+
+That of stock SGLang with LoRA adapters is in ``adapter_update``.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from miles.backends.remote.adapter_update import AdapterUpdate
 from miles.backends.remote.client import RequestRejected, SglangClient
 from miles.backends.remote.pool.engine_pool import EngineSlot
+from miles.backends.remote.sglang_lora import AdapterFormat
 from miles.backends.remote.transports.buckets import Bucket, DigestManifest, ShapeManifest, dtype_name
 from miles.core.errors import CheckpointError, SyncError
 from miles.models.checkpoint.safetensors_io import StoredTensor, stored_tensors
@@ -26,13 +31,15 @@ class UpdateProtocol(Protocol):
     """The steps of a weight update. ``RequestRejected``: the server rejects one; ``ServerLost``: it is gone.
 
     ``requires_pause``: the server must be paused from ``begin`` on, because each bucket changes its weights at once.
-    ``overwritten``: its weights were written over, and can only be restored by sending them again.
+    ``overwritten``: its weights were written over, and can only be restored by sending them again. ``names_versions``:
+    requests name their version, so that those in flight end with theirs, and an update has all tensors of a version.
     """
 
     slot: EngineSlot
     client: SglangClient
     requires_pause: bool
     overwritten: bool
+    names_versions: bool
 
     async def begin(self, shapes: ShapeManifest) -> None: ...
     async def send_bucket(self, bucket: Bucket) -> None: ...
@@ -54,6 +61,7 @@ class StagedUpdate:
     """``miles serve``: nothing changes before ``commit``, except by in-place writes; the server checks the digests."""
 
     requires_pause = False
+    names_versions = False
 
     def __init__(self, slot: EngineSlot, client: SglangClient, seconds: float) -> None:
         self.slot = slot
@@ -142,6 +150,7 @@ class InPlaceUpdate:
     """
 
     requires_pause = overwritten = True
+    names_versions = False
 
     def __init__(
         self,
@@ -239,11 +248,15 @@ def _is_fp8(shapes: ShapeManifest, name: str) -> bool:
     return dtype_name(shapes[name]) == "float8_e4m3fn"
 
 
-async def create_update_protocol(slot: EngineSlot, client: SglangClient, seconds: float) -> UpdateProtocol:
-    """The weight-update protocol of this kind of server."""
+async def create_update_protocol(
+    slot: EngineSlot, client: SglangClient, seconds: float, adapter: AdapterFormat | None = None
+) -> UpdateProtocol:
+    """The weight-update protocol of this kind of server; ``adapter`` is the format of a run's unmerged adapters."""
     info = await client.fetch_info()
     if info.kind == "miles":
         return StagedUpdate(slot, client, seconds)
+    if adapter is not None:
+        return AdapterUpdate(slot, client, seconds, info=info, adapter=adapter)
     return InPlaceUpdate(
         slot,
         client,
@@ -261,6 +274,11 @@ def require_staged(update: UpdateProtocol) -> StagedUpdate:
 
 def describe_verification(update: UpdateProtocol, checksum: str | None, count: int) -> str:
     """A sentence on what a server verifies."""
+    if update.names_versions:
+        return (
+            f"{update.slot.name} loads each version as a new adapter and compares the checksum of each tensor; "
+            "requests in flight end with the adapter that they began with."
+        )
     if not update.requires_pause:
         return f"{update.slot.name} verifies the digest of each of {count} tensors before it commits new weights."
     if checksum is not None:

@@ -28,7 +28,12 @@ class UpdateSelfTest:
         self._untested: set[str] = set()
 
     def covers(self, update: UpdateProtocol) -> bool:
-        """Whether this server is tested; stock SGLang only if asked for: it resets buffers that no update sends."""
+        """Whether this server is tested; stock SGLang only if asked for: it resets buffers that no update sends.
+
+        One that is sent adapters is not: nothing would restore the base under them.
+        """
+        if update.names_versions:
+            return False
         if self._wanted is not None:
             return self._wanted
         return isinstance(update, StagedUpdate) and update.slot.name not in self._untested

@@ -12,6 +12,7 @@ from typing import Any
 
 from miles.backends.remote.client import ServerLost, SglangClient
 from miles.backends.remote.pool.engine_pool import EnginePool, EngineSlot, SlotState
+from miles.backends.remote.sglang_lora import AdapterFormat
 from miles.backends.remote.update_protocols import UpdateProtocol, create_update_protocol
 from miles.core.errors import EngineError, SyncError
 from miles.core.types import Version
@@ -22,11 +23,22 @@ UpdateStep = Callable[[UpdateProtocol], Awaitable[Any]]
 class UpdateTargets:
     """The servers of a pool. ``waiting`` have no weights yet; ``connected`` has the protocol of each known server."""
 
-    def __init__(self, pool: EnginePool, seconds: float) -> None:
+    def __init__(
+        self, pool: EnginePool, seconds: float, adapter: AdapterFormat | None, log: Callable[[str], None]
+    ) -> None:
         self._pool = pool
         self._seconds = seconds
+        self._adapter = adapter
+        self._log = log
         self.waiting: dict[EngineSlot, SglangClient] = {}
         self.connected: dict[EngineSlot, UpdateProtocol] = {}
+
+    async def open(self, slot: EngineSlot, client: SglangClient) -> UpdateProtocol:
+        """The protocol of one server."""
+        client.adapters.on_stuck = lambda name: self._log(
+            f"{slot.name} keeps adapter {name} in host memory: a request that named it ended before it ran."
+        )
+        return await create_update_protocol(slot, client, self._seconds, self._adapter)
 
     async def connect(self) -> list[UpdateProtocol]:
         """Protocols of all servers that take requests or wait for their first weights."""
@@ -35,7 +47,7 @@ class UpdateTargets:
 
         async def connect_one(slot: EngineSlot, client: SglangClient) -> None:
             try:
-                self.connected[slot] = await create_update_protocol(slot, client, self._seconds)
+                self.connected[slot] = await self.open(slot, client)
                 updates.append(self.connected[slot])
             except EngineError as error:
                 self.mark_failed(slot, error if isinstance(error, ServerLost) else ServerLost(str(error)))

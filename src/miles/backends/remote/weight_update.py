@@ -7,7 +7,8 @@ joins is sent it before its first request. A server that is lost on the way does
 The digests of a version cover all its tensors, and all are verified; only tensors that differ from the last committed
 version are sent: of a partly frozen model, or of LoRA adapters merged into some matrices, only the changed ones.
 
-Servers that stage buckets (``miles serve``) keep generating until the commit; others are paused from the start.
+Servers that stage buckets (``miles serve``) keep generating until the commit; others are paused from the start. Stock
+SGLang that is sent LoRA adapters is not paused: each version is an adapter of its own, which requests name.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from miles.backends.remote.client import ServerLost, SglangClient
 from miles.backends.remote.committed_weights import CommittedWeights, HostWeightBuffer, select_changed
 from miles.backends.remote.pool.engine_pool import EnginePool, EngineSlot, SlotState, weight_version_label
+from miles.backends.remote.sglang_lora import build_adapter_format
 from miles.backends.remote.transports.buckets import (
     Bucket,
     DigestManifest,
@@ -44,7 +46,6 @@ from miles.backends.remote.update_protocols import (
     UnchangedWeightMismatch,
     UpdateProtocol,
     check_checksums_agree,
-    create_update_protocol,
     describe_verification,
 )
 from miles.backends.remote.update_selftest import UpdateSelfTest
@@ -100,7 +101,7 @@ class RemoteWeightUpdate:
         self._committed: CommittedWeights | None = None
         self._host_buffer = HostWeightBuffer()
         self._lock = asyncio.Lock()
-        self._targets = UpdateTargets(pool, seconds)
+        self._targets = UpdateTargets(pool, seconds, build_adapter_format(spec), log)
         self._described: set[str] = set()
         self._mismatches = 0
         self._writer = InPlaceIpcWriter(spec, transport.export, log) if isinstance(transport, IpcTransport) else None
@@ -177,7 +178,7 @@ class RemoteWeightUpdate:
                 self._targets.waiting[slot] = client
                 self._pool.notify_change()
                 return
-            update = await create_update_protocol(slot, client, self._seconds)
+            update = await self._targets.open(slot, client)
             await self._restore(update, self._committed)
             if isinstance(update, StagedUpdate):
                 await self._self_test.check(update, self._committed.digests)
@@ -201,13 +202,15 @@ class RemoteWeightUpdate:
             updates = await self._targets.for_each(updates, self._self_test.overwrite)
         async with AsyncExitStack() as pauses:
             if any(update.requires_pause for update in updates):
-                await self._pause(pauses)
+                await self._pause(pauses, updates)
             begun = updates
-            before = self._common_digests(updates) if full and skip_unchanged else {}
+            compares = full and skip_unchanged and not any(update.names_versions for update in updates)
+            before = self._common_digests(updates) if compares else {}
             try:
                 shapes = ShapeManifest({name: tensor for group in groups for name, tensor in group})
                 shapes.full = full
                 shapes.keeps = bool(before)
+                shapes.label = weight_version_label(version)
                 updates = await self._targets.for_each(updates, lambda update: update.begin(shapes))
                 updates, sent = await self._send(updates, groups, before)
                 unsent = {} if full or self._committed is None else self._committed.digests
@@ -218,7 +221,7 @@ class RemoteWeightUpdate:
                     raise
                 raise _rejection(version, error) from error
             if not self._pool.is_paused:
-                await self._pause(pauses)
+                await self._pause(pauses, updates)
             await self._commit(updates, version)
             if is_first:
                 remaining = self._targets.remaining(updates)
@@ -340,8 +343,9 @@ class RemoteWeightUpdate:
             size = transport.sent - delta_bytes
         return updates, SentWeights(digests=digests, buckets=buckets, bytes=size)
 
-    async def _pause(self, pauses: AsyncExitStack) -> None:
-        await self._pool.pause(self._pool.mode)
+    async def _pause(self, pauses: AsyncExitStack, updates: Sequence[UpdateProtocol]) -> None:
+        running = [update.client for update in updates if update.names_versions]
+        await self._pool.pause(self._pool.mode, keep_running=running)
         pauses.push_async_callback(self._pool.resume)
 
     async def _send_buckets(
@@ -422,7 +426,10 @@ class RemoteWeightUpdate:
         await update.commit(weight_version_label(committed.version))
 
     async def close(self) -> None:
+        """Leave no adapter on servers that go on without this run."""
         await self._transport.close()
+        clients = [slot.client for slot in self._pool.serving() if slot.client is not None]
+        await asyncio.gather(*(client.adapters.unload_current() for client in clients))
 
 
 def _rejection(version: Version, error: MilesError) -> SyncError:

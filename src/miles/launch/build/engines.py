@@ -132,6 +132,8 @@ def get_server_weights(
     ``draft`` returns the trained weights of the head; without it, it is sent as it was loaded.
     """
     published = get_rollout_weights(policy, weights)
+    if config.sglang.rollout_backend == "sglang" and policy.rollout_adapters is not None:
+        return _select_factors(policy, published)
     if config.sglang.rollout_backend == "sglang":
         return _add_mtp_weights(config, policy, published, draft) if draft is not None else published
     if config.native.speculative_algorithm not in HEAD_ALGORITHMS:
@@ -139,6 +141,12 @@ def get_server_weights(
     head = _load_draft(config, policy, policy.spec)
     assert isinstance(head, Draft)
     return _add_head_weights(published, head, draft)
+
+
+def _select_factors(policy: PolicyCheckpoint, weights: GetWeights) -> GetWeights:
+    """The LoRA factors alone: stock SGLang has the base from the checkpoint that it loads."""
+    factors = frozenset(build_factor_map(policy.rollout_spec))
+    return lambda: {name: tensor for name, tensor in weights().items() if name in factors}
 
 
 def _add_mtp_weights(config: Config, policy: PolicyCheckpoint, weights: GetWeights, trained: GetWeights) -> GetWeights:

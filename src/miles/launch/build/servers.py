@@ -18,6 +18,7 @@ from miles.backends.remote.pool.health_monitor import HealthConfig
 from miles.backends.remote.process.server import ExternalServer, LocalServer, ServerCommand, ServerHost
 from miles.backends.remote.remote_engine import RemoteEngine
 from miles.backends.remote.response_stitching import RoutedExpertsShape
+from miles.backends.remote.sglang_lora import build_lora_flags
 from miles.backends.remote.transports.delta import DeltaTransport
 from miles.backends.remote.transports.ipc import IpcTransport
 from miles.backends.remote.transports.lora import LoraTransport, base_digests
@@ -37,6 +38,7 @@ from miles.launch.build.server_checkpoint import needs_triton_fp8, prepare_serve
 from miles.launch.config import Config, ServeRoot
 from miles.launch.distributed.ray_placement import get_reservation
 from miles.launch.plan.drafts import choose_speculation
+from miles.launch.plan.lora import build_lora
 from miles.launch.plan.plan import Plan
 from miles.launch.plan.topology import count_engines, get_engine_devices
 from miles.launch.runtime.run_directory import append_log_line
@@ -109,7 +111,7 @@ def build_remote_sync(
         executor=run,
         bucket_bytes=s.update_weight_buffer_size,
         seconds=s.update_weight_timeout,
-        layout="checkpoint" if s.rollout_backend == "sglang" else "packed",
+        layout="checkpoint" if s.rollout_backend == "sglang" and policy.rollout_adapters is None else "packed",
         self_test=s.check_weight_update_equal,
     )
 
@@ -276,6 +278,7 @@ def _build_server_command(
             trust_remote_code=policy.trust_remote_code,
             triton_fp8=needs_triton_fp8(policy),
             images=isinstance(policy.tokenizer, ImageTokenizer),
+            lora=_build_lora_flags(config, policy, device),
         )
         environment = {**sglang_flags.build_environment(device), **visible}
         if threads:
@@ -289,6 +292,17 @@ def _build_server_command(
     if threads is not None:
         argv += ("--num-threads", str(threads))
     return ServerCommand(argv=(*argv, *_build_serve_flags(config, policy)), environment={API_KEY: token, **visible})
+
+
+def _build_lora_flags(config: Config, policy: PolicyCheckpoint, device: str) -> dict[str, tuple[str, ...]]:
+    """SGLang's flags for the run's adapters, if it applies them beside its weights.
+
+    A batch may have those of each version that a request may have begun with, of the next one, and the base.
+    """
+    lora = build_lora(config.lora, policy.spec) if policy.rollout_adapters is not None else None
+    if lora is None:
+        return {}
+    return build_lora_flags(policy.spec, lora, device=device, num_adapters=config.schedule.max_weight_staleness + 3)
 
 
 def _build_serve_flags(config: Config, policy: PolicyCheckpoint) -> list[str]:

@@ -5,9 +5,10 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from miles.backends.remote.sglang_fp8 import SGLANG_FORMATS, find_shape_problem
+from miles.backends.remote.sglang_lora import find_target_problem
 from miles.core.errors import UsageError
 from miles.launch.config import Config
-from miles.launch.plan.lora import is_unmerged, packs_base
+from miles.launch.plan.lora import build_lora, is_unmerged, packs_base
 from miles.launch.rules.flags import Rule
 from miles.launch.rules.paths import read_spec_or_none
 from miles.models.config import ModelConfig
@@ -155,10 +156,35 @@ def check_unmerged(c: Config) -> Iterator[str]:
             f"--no-lora-merge needs the same base in trainer and engine, but {name_precision(c.models)} is for the "
             "engine's alone; use --train-precision, or remove one of them."
         )
-    if c.sglang.rollout_backend == "sglang":
+
+
+def check_sglang_adapters(c: Config) -> Iterator[str]:
+    """Adapters beside the weights of stock SGLang are sent in requests, of projections that it takes adapters of."""
+    if not is_unmerged(c) or c.sglang.rollout_backend != "sglang":
+        return
+    flag = "--no-lora-merge" if not packs_base(c) else name_precision(c.models)
+    if c.sglang.update_weight_transport not in ("auto", "tensor"):
         yield (
-            "--no-lora-merge applies adapters beside the weights as the trainer does, which SGLang does not; use "
-            "--rollout-backend served, or remove it."
+            f"{flag} sends SGLang adapters in requests, which --update-weight-transport "
+            f"{c.sglang.update_weight_transport} does not; remove it."
+        )
+    if c.sglang.check_weight_update_equal:
+        yield (
+            f"--check-weight-update-equal would overwrite the base of SGLang, of which {flag} sends adapters only; "
+            "remove it."
+        )
+    spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
+    if spec is None:
+        return
+    try:
+        lora = build_lora(c.lora, spec)
+    except UsageError:  # another rule says why
+        return
+    problem = None if lora is None else find_target_problem(spec, lora.targets)
+    if problem is not None:
+        yield (
+            f"{flag} sends adapters to SGLang, but {problem}; choose other --target-modules, use --rollout-backend "
+            f"served, or remove {flag}."
         )
 
 
@@ -166,11 +192,6 @@ def check_packed_base(c: Config) -> Iterator[str]:
     if not packs_base(c):
         return
     precision = name_precision(c.models)
-    if c.sglang.rollout_backend == "sglang":
-        yield (
-            f"{precision} trains --lora-rank adapters beside a packed base, which SGLang cannot be sent; use "
-            "--rollout-backend served, or --rollout-precision instead of --train-precision."
-        )
     if c.models.fp8_format is not None:
         yield (
             f"--fp8-format {c.models.fp8_format} does not work with --lora-rank: the base of {precision} is frozen, "
@@ -203,5 +224,6 @@ PRECISION_RULES: tuple[Rule, ...] = (
     check_sglang,
     check_export,
     check_unmerged,
+    check_sglang_adapters,
     check_packed_base,
 )

@@ -84,8 +84,12 @@ def _token_versions(
 ) -> list[tuple[Version, int]]:
     """Which versions sampled the tokens of a response, and how many each, by a server that had ``since`` at its start.
 
-    A single label is that of the last token only: in that case nothing may have changed meanwhile.
+    A single label is that of the last token only: in that case nothing may have changed meanwhile, unless the request
+    named the adapter that it used.
     """
+    if response.adapter is not None:
+        _check_label(slot, since, response.weight_version)
+        return [(since, len(response.tokens))]
     runs, labels = response.version_runs, _labels_between(since, newest)
     if runs is None:
         label = response.weight_version
@@ -98,6 +102,16 @@ def _token_versions(
             "no other program may update the weights of this run's servers"
         )
     return found or [(since, len(response.tokens))]
+
+
+def _check_label(slot: EngineSlot, since: Version, label: str | None) -> None:
+    """Raise unless a label is that of a version from ``since`` on: the base under the adapters is this run's."""
+    policy, _, number = (label or "").rpartition("-")
+    if label is not None and (policy != since.policy or not number.isdecimal() or int(number) < since.number):
+        raise EngineError(
+            f"{slot.name} was given adapter {weight_version_label(since)} but answered with weights {label}; "
+            "no other program may update the weights of this run's servers"
+        )
 
 
 class EnginePool:
@@ -275,7 +289,8 @@ class EnginePool:
         slot.version = version
         self._newest = max(self._newest, version, key=lambda each: each.number)
         self._index.set_state(slot, SlotState.SERVING, "")
-        self._log_pause_mode(slot.name, keeps_requests=client.keeps_requests)
+        if client.adapters.current is None:
+            self._log_pause_mode(slot.name, keeps_requests=client.keeps_requests)
         self.notify_change()
 
     def mark_failed(self, slot: EngineSlot, why: str, *, dead: bool = False) -> None:
@@ -292,16 +307,28 @@ class EnginePool:
         """Is no request dispatched now?"""
         return self._num_pauses > 0
 
-    async def pause(self, mode: PauseMode = "abort", pause_later: Collection[SglangClient] = ()) -> None:
+    async def pause(
+        self,
+        mode: PauseMode = "abort",
+        pause_later: Collection[SglangClient] = (),
+        keep_running: Collection[SglangClient] = (),
+    ) -> None:
         """No token is sampled when this returns, and no request starts before as many calls of ``resume``.
 
         ``in_place`` and ``retract`` leave requests with servers that can keep them; other servers have none in flight.
         Clients of ``pause_later`` without in-flight requests are left to the caller, whose next request pauses them.
+        The servers of ``keep_running`` go on with the requests that they have.
         """
         self._num_pauses += 1
         async with self._lock:
             await self._interrupt_draining()
-            await self._for_each(lambda client: self._pause(client, mode, later=client in pause_later))
+            paused = [slot for slot in self.serving() if slot.client not in keep_running]
+            await asyncio.gather(
+                *(
+                    self._for_one(slot, lambda client: self._pause(client, mode, later=client in pause_later))
+                    for slot in paused
+                )
+            )
 
     async def resume(self, resumed: Collection[SglangClient] = ()) -> None:
         """End one pause; the clients of ``resumed`` have resumed already."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,6 +113,22 @@ class Bucket:
     @cached_property
     def as_pickle(self) -> str:
         """SGLang's ``flattened_bucket``: the flat tensor as a file in shared memory, and the offsets of the tensors."""
+        out = io.BytesIO()
+        strategy = torch.multiprocessing.get_sharing_strategy()
+        # With torch's default, file descriptors, a receiver that is not a child of this process fails.
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        try:
+            ForkingPickler(out).dump({"flattened_tensor": self.flat, "metadata": self._list_offsets()})
+        finally:
+            torch.multiprocessing.set_sharing_strategy(strategy)
+        return base64.b64encode(out.getvalue()).decode("ascii")
+
+    def to_inline_pickle(self) -> str:
+        """SGLang's ``flattened_bucket`` with the values in it, for a server on any machine."""
+        flattened = {"flattened_tensor": self.flat, "metadata": self._list_offsets()}
+        return base64.b64encode(pickle.dumps(flattened, protocol=4)).decode("ascii")
+
+    def _list_offsets(self) -> list[SimpleNamespace]:
         offsets: list[SimpleNamespace] = []
         start = 0
         for name, tensor in self.tensors.items():
@@ -123,15 +140,7 @@ class Bucket:
                 )
             )
             start = end
-        out = io.BytesIO()
-        strategy = torch.multiprocessing.get_sharing_strategy()
-        # With torch's default, file descriptors, a receiver that is not a child of this process fails.
-        torch.multiprocessing.set_sharing_strategy("file_system")
-        try:
-            ForkingPickler(out).dump({"flattened_tensor": self.flat, "metadata": offsets})
-        finally:
-            torch.multiprocessing.set_sharing_strategy(strategy)
-        return base64.b64encode(out.getvalue()).decode("ascii")
+        return offsets
 
     def drop_encodings(self) -> None:
         """Free the serialized forms; the tensors stay."""
@@ -142,11 +151,12 @@ class Bucket:
 class ShapeManifest(dict[str, Tensor]):
     """Tensors by name, whose shapes and dtypes start an update. Without ``full`` servers keep all other tensors.
 
-    ``keeps``: only those of the tensors that have changed will be sent.
+    ``keeps``: only those of the tensors that have changed will be sent. ``label`` names the version.
     """
 
     full = True
     keeps = False
+    label = ""
 
     @cached_property
     def begin_body(self) -> bytes:
