@@ -403,7 +403,7 @@ def time_kernels(model: str) -> list[dict[str, Any]]:
             y_TN = torch.zeros(256, width, device="cuda", dtype=torch.bfloat16)
             plan = build_plan(np.arange(256) % adapters, 16, count_tiles(256, 32, 16))
             row: dict[str, Any] = {"projection": name.removeprefix("layers.0."), "adapters": adapters, "rank": max_rank}
-            for splits in sorted({1, 4, choose_splits(inputs)}):
+            for splits in sorted({1, 4, choose_splits(inputs, max_rank)}):
                 row[f"us_{splits}_splits"] = round(
                     1e6
                     * _time_graph(

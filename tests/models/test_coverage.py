@@ -1,8 +1,8 @@
 """The tables of families in docs/models.md: which there are, of what they are made, and how exact each was measured.
 
 ``make regenerate`` measures the errors of rows that are new or have other variants; ``ARGS=--remeasure`` those of all
-families, which takes minutes. That every kind stays within its bounds is what ``test_decoder``, ``test_hub`` and the engine's
-``test_oracle`` assert at every run.
+families, which takes minutes. That every kind stays within its bounds is what ``test_decoder``, ``test_hub`` and the
+engine's ``test_oracle`` assert at every run.
 """
 
 import re

@@ -358,6 +358,17 @@ def _lora(rank: int) -> None:
     for rows in (16, 64):
         plan = lora_grouped.LoraPlan(rows_T=_ints(256), tiles_G3=_ints(20, 3), tile_rows=rows)
         lora_grouped.launch_grouped_lora(_empty(256, 6144), _empty(256, D), slots, plan)
+    gated = lora_grouped.LoraSlots(
+        a_SPRI=_empty(4, 2, rank, D),
+        b_SOR=_empty(4, 6144, rank),
+        ranks_SP=_ints(4, 2),
+        scales_SP=_empty(4, 2, dtype=F32),
+        columns_C4=_ints(48, 4),
+        spans=((0, 3072), (3072, 6144)),
+    )
+    for rows in (16, 64):
+        plan = lora_grouped.LoraPlan(rows_T=_ints(256), tiles_G3=_ints(20, 3), tile_rows=rows, splits=1)
+        lora_grouped.launch_gated_lora(_empty(256, 6144), _empty(256, D), gated, plan, "silu")
 
 
 @case()

@@ -148,7 +148,7 @@ def add_expert_rows(
     x_TI = x_TI.contiguous()
     width = triton.next_power_of_2(max(max_rank, 16))
     depth = min(_DEPTH if width <= _SHORT_DEPTH else _SHORT_DEPTH, triton.next_power_of_2(max(inputs, 16)))
-    splits = choose_splits(inputs) if plan.splits is None else plan.splits
+    splits = choose_splits(inputs, max_rank) if plan.splits is None else plan.splits
     steps = triton.cdiv(triton.cdiv(inputs, depth), splits)
     stage_bytes = (plan.tile_rows + width) * depth * x_TI.dtype.itemsize
     xa_ZQX = torch.empty(splits, rows, targets * max_rank, dtype=torch.float32, device=x_TI.device)

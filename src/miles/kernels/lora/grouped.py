@@ -47,8 +47,9 @@ __all__ = [
 # Rows of a tile: few adapters' rows meet in a decode step, many in a prefill.
 DECODE_ROWS, PREFILL_ROWS = 16, 64
 _MIN_PREFILL_ROWS = 1024
-# A decode step has few tiles: the inputs of each are divided, this many at least in a split, into so many splits.
-_MIN_SPLIT_INPUTS, _MAX_SPLITS = 512, 24
+# A decode step has few tiles: the inputs of each are divided, this many at least in a split, into splits of so many
+# ranks together.
+_MIN_SPLIT_INPUTS, _MAX_SPLIT_RANKS = 512, 384
 # Columns of an expand program (and of one that computes a gated activation of few rows), inputs of one step of a shrink
 # program (and for large ranks), bytes of its pipeline.
 COLUMNS, _GATED_COLUMNS = 128, 256
@@ -243,7 +244,7 @@ def _launch_shrink(
     x_TI = x_TI.contiguous()
     width = triton.next_power_of_2(max(max_rank, 16))
     depth = min(_DEPTH if width <= _SHORT_DEPTH else _SHORT_DEPTH, triton.next_power_of_2(max(inputs, 16)))
-    splits = choose_splits(inputs) if splits is None else splits
+    splits = choose_splits(inputs, max_rank) if splits is None else splits
     stage_bytes = (plan.tile_rows + width) * depth * x_TI.dtype.itemsize
     xa_ZTX = torch.empty(splits, tokens, targets * max_rank, dtype=torch.float32, device=x_TI.device)
     sizes = {"MAX_RANK": max_rank, "RANK_BLOCK": width, "M": plan.tile_rows, "num_warps": 4}
@@ -274,6 +275,6 @@ def choose_tile_rows(num_rows: int, device: torch.device, numerics: Numerics) ->
     return DECODE_ROWS if num_rows < _MIN_PREFILL_ROWS else PREFILL_ROWS
 
 
-def choose_splits(inputs: int) -> int:
-    """Return into how many parts a decode step divides the inputs, whatever its rows."""
-    return max(1, min(_MAX_SPLITS, inputs // _MIN_SPLIT_INPUTS))
+def choose_splits(inputs: int, max_rank: int) -> int:
+    """Return into how many parts a decode step divides the inputs, whatever its rows: the fewer, the more each stores."""
+    return max(1, min(inputs // _MIN_SPLIT_INPUTS, _MAX_SPLIT_RANKS // max(max_rank, 16)))
