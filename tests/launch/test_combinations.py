@@ -102,8 +102,8 @@ def write_page() -> str:
         f"{len(FEATURES)} features, each with every other: {len(list(combinations(FEATURES, 2)))} pairs. The rules of "
         f"`miles plan` and `miles train` refuse {len(refused)} of them, with the sentences below; all others are "
         "accepted. This page is generated from the rules (`make regenerate`), for models whose sizes are multiples of "
-        "256: those of others may not allow blocks of FP8 or shards of tensor parallelism. That a pair is accepted does "
-        "not say that a test runs it: the pages of the features name their tests.",
+        "256: those of others may not allow blocks of FP8 or shards of tensor parallelism. That a pair is accepted "
+        "does not say that a test runs it: the pages of the features name their tests.",
         "",
         "| feature | flags |",
         "|---|---|",

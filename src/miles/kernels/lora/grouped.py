@@ -276,5 +276,5 @@ def choose_tile_rows(num_rows: int, device: torch.device, numerics: Numerics) ->
 
 
 def choose_splits(inputs: int, max_rank: int) -> int:
-    """Return into how many parts a decode step divides the inputs, whatever its rows: the fewer, the more each stores."""
+    """Return into how many parts a decode step divides the inputs: the more each of them stores, the fewer."""
     return max(1, min(inputs // _MIN_SPLIT_INPUTS, _MAX_SPLIT_RANKS // max(max_rank, 16)))
