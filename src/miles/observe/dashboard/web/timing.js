@@ -94,7 +94,7 @@ function drawLimits(found) {
   const planned = limit.planned ? ` The plan's limit, for ${limit.workload}: ${formatSeconds(limit.planned)}.` : "";
   return h("section", { class: "limit" },
     h("h3", null, `At least ${formatSeconds(limit.seconds)} per step: `, formatShare(limit.of_limit || 0), " of the limit is reached"),
-    h("p", { class: "muted" }, visible(`${limit.device}, peaks of ${limit.source === "data sheet" ? "its data sheet" : limit.source}; for the tokens that these steps had.${planned}`)),
+    h("p", { class: "muted" }, visible(`${limit.device}, ${limit.source === "data sheet" ? "peaks of its data sheet" : `peaks ${limit.source}`}; for the tokens that these steps had.${planned}`)),
     bar, table(["part", numberTitle("limit"), "bounded by"], rows));
 }
 
