@@ -393,8 +393,10 @@ class _CountingEventBus:
 
 
 def _nameless() -> HfAdapterSpec:
-    """Tensors are published under the names they have."""
-    return object.__new__(HfAdapterSpec)
+    """Tensors are published under the names they have, and there are no adapters."""
+    spec = object.__new__(HfAdapterSpec)
+    object.__setattr__(spec, "adapters", None)
+    return spec
 
 
 def _inverse_erf(x: float) -> float:

@@ -58,8 +58,8 @@ def train(
     An interrupt (Ctrl-C, or the stop button of a notebook) ends the run after its current step, saved; a second one
     does not wait for that. UsageError has everything that is wrong with the options.
 
-    >>> result = miles.train("Qwen/Qwen3-0.6B", rows, lambda response, label: label in response, steps=100, lr=1e-6,
-    ...                      input_key="question", label_key="answer")                           # doctest: +SKIP
+    >>> keys = {"input_key": "question", "label_key": "answer"}
+    >>> result = miles.train("Qwen/Qwen3-0.6B", rows, grade, steps=100, lr=1e-6, **keys)  # doctest: +SKIP
     """
     run = _RunningTraining(_read_run(model, data, reward, algorithm, steps, options))
     try:

@@ -363,7 +363,8 @@ def test_a_plan_leads_with_what_was_set_and_lists_all_on_request(capsys: pytest.
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "options" and any(line.split() == ["lr", "3e-05", "flag"] for line in lines)
     assert not any("adam_beta2" in line for line in lines) and len(lines) < 50
-    assert [line for line in lines if line and line[0] != " "][1:5] == ["batch", "memory", "placement", "objective"]
+    titles = [line for line in lines if line and line[0] != " "]
+    assert titles[1:6] == ["batch", "memory", "time limit of a step", "placement", "objective"]
     assert lines[-1].endswith("other options have their defaults; --all prints every one.")
     assert main(["plan", "good.toml", "--all"]) == 0
     assert "adam_beta2" in capsys.readouterr().out
