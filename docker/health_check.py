@@ -1,7 +1,7 @@
 """Health check of a container: its server answers, or its run has written an event lately.
 
-``MILES_HEALTH_URL`` is asked if it is set. ``MILES_RUN`` is a run directory, whose ``events.jsonl`` must have grown within
-``MILES_HEALTH_SECONDS`` (default 3600). A container with neither is healthy as long as its process lives.
+``MILES_HEALTH_URL`` is asked if it is set. ``MILES_RUN`` is a run directory, whose ``events.jsonl`` must have grown
+within ``MILES_HEALTH_SECONDS`` (default 3600). A container with neither is healthy as long as its process lives.
 """
 
 import os
