@@ -59,7 +59,7 @@ def split_step_time(run: RunReader, *, newest: int = 50, gauges: Mapping[str, fl
 
 
 def _build_phase(run: RunReader, phase: str, first: int, limits: StepLimits) -> dict[str, Any]:
-    parts = [
+    parts: list[dict[str, Any]] = [
         {"name": name, "seconds": (own := _mean_since(run, name, first))}
         | {"limit": (limit := limits.find_inside(name)), "of_limit": _divide(limit, own)}
         for name in run.timings.names("train")
