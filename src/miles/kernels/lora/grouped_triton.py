@@ -187,7 +187,8 @@ def expand_gated_kernel(
     slot, first, count, row_M = _load_tile(tiles_ptr, rows_ptr, tile, M)
     if count > 0:
         has_slot, factors = slot >= 0, tl.maximum(slot, 0).to(tl.int64)
-        m_M, r_R, column_N = tl.arange(0, M), tl.arange(0, RANK_BLOCK), block * N + tl.arange(0, N)
+        m_M, r_R = tl.arange(0, M), tl.arange(0, RANK_BLOCK)
+        column_N = block * N + tl.arange(0, N)
         gate_rank = tl.where(has_slot, tl.load(ranks_ptr + factors * 2), 0)
         up_rank = tl.where(has_slot, tl.load(ranks_ptr + factors * 2 + 1), 0)
         gate_scale, up_scale = tl.load(scales_ptr + factors * 2), tl.load(scales_ptr + factors * 2 + 1)
