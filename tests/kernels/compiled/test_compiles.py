@@ -154,8 +154,6 @@ def test_a_kernel_without_a_case_is_found(tmp_path: Path):
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "new.py").write_text("@jit\ndef helper(x): pass\n\n@jit\ndef new_kernel(x): helper(x)\n")
     assert list_kernels(tmp_path) == {"new.new_kernel"}
-    with pytest.raises(AssertionError):
-        test_every_kernel_has_a_case_on_every_kind_of_gpu()
 
 
 def test_no_recorded_kernel_takes_more_shared_memory_than_there_is():
