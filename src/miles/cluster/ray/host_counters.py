@@ -53,7 +53,7 @@ class RayHostCounters:
         found: dict[str, Counters | str] = {}
         for reference in done:
             try:
-                found[pending[reference]] = ray.get(reference)
+                found[pending[reference]] = ray.get(reference, timeout=_READ_SECONDS)
             except RayError:  # its node is lost; the next search replaces it
                 self._actors.pop(pending[reference], None)
         return found
