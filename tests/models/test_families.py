@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     AutoConfig,
+    Ernie4_5_MoeConfig,
+    Ernie4_5Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -131,6 +133,8 @@ SPARSE = without(LLAMA, "hidden_act", "rms_norm_eps", "eos_token_id", "num_key_v
         (SmolLM3Config, "SmolLM3ForCausalLM", {"use_sliding_window": True, "sliding_window": 99}),
         (Gemma2Config, "Gemma2ForCausalLM", {}),
         (Gemma3TextConfig, "Gemma3ForCausalLM", {}),
+        (Ernie4_5Config, "Ernie4_5ForCausalLM", {}),
+        (Ernie4_5_MoeConfig, "Ernie4_5_MoeForCausalLM", {"moe_num_experts": 64, "moe_k": 8}),
         (GlmConfig, "GlmForCausalLM", {}),
         (Glm4Config, "Glm4ForCausalLM", {}),
     ],

@@ -1,7 +1,9 @@
-"""Mistral, Ministral, Phi-3, SmolLM3, Gemma 2 to 4, GLM-4 dense: windows, soft-caps, and every kind of rotation."""
+"""Mistral, Ministral, ERNIE 4.5, Phi-3, SmolLM3, Gemma 2 to 4, GLM-4 dense: windows, soft-caps, every rotation."""
 
 from tests.models.small_families.small import Kind
 from transformers import (
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -42,6 +44,8 @@ LONGROPE = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "pad_token_id": None}
+# transformers trains no embedding of the padding token.
+ERNIE = {"pad_token_id": None}
 GEMMA4 = {
     "head_dim": 16,
     "num_hidden_layers": 3,
@@ -51,6 +55,12 @@ GEMMA4 = {
 }
 
 KINDS = {
+    "ernie 4.5": Kind(Ernie4_5ForCausalLM, Ernie4_5Config, ERNIE | {"head_dim": 16, "rms_norm_eps": 1e-4}),
+    "ernie 4.5 with biases, stretched": Kind(
+        Ernie4_5ForCausalLM,
+        Ernie4_5Config,
+        ERNIE | {"head_dim": 8, "use_bias": True, "tie_word_embeddings": False, "rope_parameters": LINEAR},
+    ),
     "mistral": Kind(MistralForCausalLM, MistralConfig, {"sliding_window": None}),
     "mistral windowed": Kind(
         MistralForCausalLM, MistralConfig, {"sliding_window": 9, "head_dim": 16, "rms_norm_eps": 1e-5}

@@ -183,7 +183,10 @@ def map_mlp(spec: MlpSpec, width: int, module: ModuleNames) -> ParamMap:
 def map_moe(spec: MoeSpec, width: int, module: ModuleNames) -> ParamMap:
     """MoE: ``gate_up`` [E, 2I, D] (``up`` [E, I, D] if not gated), ``down`` [E, D, I], router, shared experts."""
     inner, count = spec.latent or width, spec.num_experts
-    params = module.tensor("correction", "correction", (count,), suffix="") if spec.correction else {}
+    params: ParamMap = {}
+    if spec.correction:
+        row = module.names.get("correction_layout") == "row"
+        params |= module.tensor("correction", "correction", (count,), suffix="", row=row)
     rows = 2 * spec.size if spec.gated else spec.size
     name = "gate_up" if spec.gated else "up"
     if "stacked" in module.names:

@@ -8,6 +8,7 @@ from typing import Any
 from miles.core.errors import UsageError
 from miles.models.families import (
     deepseek,
+    ernie4_5,
     gemma,
     gemma3,
     gemma4,
@@ -36,6 +37,7 @@ from miles.models.spec import DecoderSpec
 
 _MODULES = (
     deepseek,
+    ernie4_5,
     gemma,
     gemma3,
     gemma4,
