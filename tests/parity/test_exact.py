@@ -52,6 +52,8 @@ FAMILIES = [
     "glm-4.5 in groups",
     "llama 4 with two experts a token",
     "minimax-m2",
+    "ernie 4.5 moe",
+    "hunyuan moe",
 ]
 TIGHT = {"page_size": 4, "prefill_chunk": 11, "kv_tokens": 72, "max_running": 4}
 

@@ -76,21 +76,21 @@ class AttentionSpec:
     """Softmax attention with grouped queries.
 
     ``rope`` None is a layer without position embedding. ``qk_norm`` is the QK-norm before RoPE: per head, or over all
-    heads; ``unit`` is without weights and after RoPE. ``window`` is the sliding window, the token itself included;
-    ``chunk`` restricts attention to blocks of positions. ``scale`` None is ``head_dim ** -0.5``. ``gated`` multiplies
-    the output by a sigmoid gate from the query projection. ``temperature`` (floor, slope and, if not one, how many
-    positions ahead of a multiple of the floor) scales queries with their position. ``value_norm`` normalizes the values
-    of each head, without weights. ``value_from_key``: there is no value projection, and values are projected keys,
-    before their norm and RoPE. ``ignores_spans``: tokens of an image attend causally in this layer, in a model where
-    they attend in both directions elsewhere. ``kv_source`` is the earlier layer whose keys and values this layer
-    attends to, after their norm and RoPE; it then projects queries only.
+    heads; ``head_after_rope`` is per head and after RoPE, ``unit`` the same without weights. ``window`` is the sliding
+    window, the token itself included; ``chunk`` restricts attention to blocks of positions. ``scale`` None is
+    ``head_dim ** -0.5``. ``gated`` multiplies the output by a sigmoid gate from the query projection. ``temperature``
+    (floor, slope and, if not one, how many positions ahead of a multiple of the floor) scales queries with their
+    position. ``value_norm`` normalizes the values of each head, without weights. ``value_from_key``: there is no value
+    projection, and values are projected keys, before their norm and RoPE. ``ignores_spans``: tokens of an image attend
+    causally in this layer, in a model where they attend in both directions elsewhere. ``kv_source`` is the earlier
+    layer whose keys and values this layer attends to, after their norm and RoPE; it then projects queries only.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rope: RopeSpec | None
-    qk_norm: Literal["none", "head", "all", "unit"] = "none"
+    qk_norm: Literal["none", "head", "all", "head_after_rope", "unit"] = "none"
     qkv_bias: bool = False
     output_bias: bool = False
     window: int | None = None

@@ -1,4 +1,4 @@
-"""Mistral, Ministral, ERNIE 4.5, Phi-3, SmolLM3, Gemma 2 to 4, GLM-4 dense: windows, soft-caps, every rotation."""
+"""Mistral, Ministral, ERNIE 4.5, Hunyuan, Phi-3, SmolLM3, Gemma 2 to 4, GLM-4: windows, soft-caps, every rotation."""
 
 from tests.models.small_families.small import Kind
 from transformers import (
@@ -14,6 +14,8 @@ from transformers import (
     Glm4ForCausalLM,
     GlmConfig,
     GlmForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
     MinistralConfig,
@@ -60,6 +62,20 @@ KINDS = {
         Ernie4_5ForCausalLM,
         Ernie4_5Config,
         ERNIE | {"head_dim": 8, "use_bias": True, "tie_word_embeddings": False, "rope_parameters": LINEAR},
+    ),
+    "hunyuan": Kind(
+        HunYuanDenseV1ForCausalLM,
+        HunYuanDenseV1Config,
+        {
+            "head_dim": 16,
+            "pad_token_id": None,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0},
+        },
+    ),
+    "hunyuan tied with biases": Kind(
+        HunYuanDenseV1ForCausalLM,
+        HunYuanDenseV1Config,
+        {"head_dim": 8, "pad_token_id": None, "attention_bias": True, "tie_word_embeddings": True},
     ),
     "mistral": Kind(MistralForCausalLM, MistralConfig, {"sliding_window": None}),
     "mistral windowed": Kind(

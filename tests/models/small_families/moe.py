@@ -1,4 +1,4 @@
-"""Mixtral, Qwen2-MoE, ERNIE 4.5, GLM-4.5, MiniMax-M2, gpt-oss, Llama 4, Gemma 4: experts over softmax attention."""
+"""Mixtral, Qwen2-MoE, ERNIE 4.5, Hunyuan, GLM-4.5, MiniMax-M2, gpt-oss, Llama 4, Gemma 4: experts over attention."""
 
 from tests.models.small_families.small import Kind
 from transformers import (
@@ -10,6 +10,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     MiniMaxM2Config,
@@ -49,6 +51,7 @@ ERNIE = EAGER | {
     "moe_intermediate_size": 12,
     "moe_num_shared_experts": 2,
 }
+HUNYUAN = EAGER | {"head_dim": 16, "pad_token_id": None, "num_experts": 6, "moe_topk": 2}
 OSS = EAGER | {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 16}
 OSS_ROPE = {
     "rope_type": "yarn",
@@ -128,6 +131,16 @@ KINDS = {
             "moe_num_shared_experts": 0,
             "tie_word_embeddings": False,
         },
+    ),
+    "hunyuan moe": Kind(
+        HunYuanMoEV1ForCausalLM,
+        HunYuanMoEV1Config,
+        HUNYUAN | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0}},
+    ),
+    "hunyuan moe tied with biases, experts a token listed": Kind(
+        HunYuanMoEV1ForCausalLM,
+        HunYuanMoEV1Config,
+        HUNYUAN | {"moe_topk": [3, 3], "attention_bias": True, "tie_word_embeddings": True},
     ),
     "gpt-oss": Kind(GptOssForCausalLM, GptOssConfig, OSS | {"rope_parameters": OSS_ROPE}),
     "gpt-oss without attention biases": Kind(

@@ -38,7 +38,7 @@ def _unsupported_part(layer: LayerSpec, spec: DecoderSpec) -> str | None:
     elif not isinstance(mixer, AttentionSpec):
         return "a mixer other than attention"
     elif mixer.qk_norm not in ("none", "head"):
-        return "QK-norm over all heads"
+        return "QK-norm over all heads or after RoPE"
     elif mixer.sinks or mixer.gated:
         return "attention sinks" if mixer.sinks else "a gate on the attention output"
     if ffn is None or layer.post_norms:

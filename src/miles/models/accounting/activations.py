@@ -94,8 +94,8 @@ class _SavedBytes:
             total += self.numbers(both + 3 * queries)
         if spec.qk_norm != "none" and not self.frozen:
             total += self.numbers(both) * (2 if self.offset and self.size < 4 else 1)
-        if spec.rope is not None:
-            total += self.numbers(both)
+        if spec.rope is not None:  # a norm behind it saves what is rotated, beside its own output
+            total += self.numbers(both) * (2 if spec.qk_norm == "head_after_rope" else 1)
         if spec.temperature is not None:
             total += self.numbers(queries)
         if spec.value_norm:

@@ -101,8 +101,8 @@ def map_attention(spec: AttentionSpec, width: int, module: ModuleNames) -> Param
     rows = {"q": queries} if spec.kv_source is not None else rows
     params = module.linear("qkv", rows, width, bias=spec.qkv_bias, fused="qkv")
     params |= module.linear("output", {"o": width}, queries, bias=spec.output_bias)
-    if spec.qk_norm in ("head", "all"):
-        per_head = spec.qk_norm == "head"
+    if spec.qk_norm in ("head", "all", "head_after_rope"):
+        per_head = spec.qk_norm != "all"
         params |= module.tensor("q_norm.weight", "q_norm", (spec.head_dim if per_head else queries,))
         if spec.kv_source is None:
             params |= module.tensor("k_norm.weight", "k_norm", (spec.head_dim if per_head else keys,))

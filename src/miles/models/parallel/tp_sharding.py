@@ -359,8 +359,8 @@ def _attention(spec: AttentionSpec) -> TpShards:
     own = () if spec.kv_source is not None else own
     out = _column_parallel("qkv", _row_shard(gated, *own), bias=spec.qkv_bias)
     out |= _row_parallel("output", queries, bias=spec.output_bias)
-    if spec.qk_norm in ("head", "all"):
-        each = spec.qk_norm == "head"
+    if spec.qk_norm in ("head", "all", "head_after_rope"):
+        each = spec.qk_norm != "all"
         out["q_norm.weight"] = _REPLICATED if each else _row_shard(queries)
         if spec.kv_source is None:
             out["k_norm.weight"] = _REPLICATED if each else _row_shard(keys)
