@@ -184,6 +184,17 @@ class MambaSpec:
     step_limit: tuple[float, float] = (0.0, float("inf"))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvSpec:
+    """Gated short convolution: ``kernel`` taps for each of ``channels``, between a gate on its input and one on its
+    output. ``bias`` is for the convolution and both projections.
+    """
+
+    channels: int
+    kernel: int
+    bias: bool = False
+
+
 # -- feed-forward ---------------------------------------------------------------------------
 
 
@@ -244,7 +255,8 @@ class MoeSpec:
 
 # -- the decoder ----------------------------------------------------------------------------
 
-Mixer = AttentionSpec | MlaSpec | GatedDeltaNetSpec | MambaSpec
+RecurrentMixer = GatedDeltaNetSpec | MambaSpec | ShortConvSpec
+Mixer = AttentionSpec | MlaSpec | RecurrentMixer
 FeedForward = MlpSpec | MoeSpec
 
 
@@ -363,4 +375,4 @@ class DecoderSpec:
     @property
     def recurrent(self) -> bool:
         """Whether a layer has a recurrent state, which rules out prefix sharing by page."""
-        return any(isinstance(layer.mixer, GatedDeltaNetSpec | MambaSpec) for layer in self.layers)
+        return any(isinstance(layer.mixer, RecurrentMixer) for layer in self.layers)

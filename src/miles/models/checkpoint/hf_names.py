@@ -1,4 +1,4 @@
-"""Hugging Face tensor names and shapes of every module kind: attention, MLA, Gated DeltaNet, Mamba-2, MLP, MoE.
+"""Hugging Face tensor names and shapes of every module kind: attention, recurrent mixers, MLP, mixture of experts.
 
 ``HF_NAMES`` is what most families call a tensor; a family overrides the entries in which it differs. No torch.
 """
@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from miles.models.checkpoint.param_slices import HfSlice, ModuleNames, ParamMap, concat_slices
-from miles.models.spec import AttentionSpec, GatedDeltaNetSpec, IndexerSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec
+from miles.models.spec import (
+    AttentionSpec,
+    GatedDeltaNetSpec,
+    IndexerSpec,
+    MambaSpec,
+    MlaSpec,
+    MlpSpec,
+    MoeSpec,
+    ShortConvSpec,
+)
 
 HF_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -33,6 +42,7 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "mla": "self_attn",
         "delta": "linear_attn",
         "mamba": "mixer",
+        "short_conv": "conv",
         "q": "q_proj",
         "k": "k_proj",
         "v": "v_proj",
@@ -58,6 +68,7 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "delta_b": "in_proj_b",
         "delta_a": "in_proj_a",
         "mamba_in": "in_proj",
+        "short_conv_in": "in_proj",
         "conv": "conv1d",
         "dt_bias": "dt_bias",
         "a_log": "A_log",
@@ -171,6 +182,15 @@ def map_mamba(spec: MambaSpec, width: int, module: ModuleNames) -> ParamMap:
     params |= module.tensor("skip", "skip", (heads,), suffix="")
     params |= module.tensor("norm.weight", "gated_norm", (inner,))
     return params | module.linear("output", {"recurrent_out": width}, inner, bias=spec.bias)
+
+
+def map_short_conv(spec: ShortConvSpec, width: int, module: ModuleNames) -> ParamMap:
+    """Gated short convolution: both gates and the input in one projection, as in the checkpoint."""
+    params = module.linear("input", {"short_conv_in": 3 * spec.channels}, width, bias=spec.bias)
+    params |= module.tensor("conv", "conv", (spec.channels, 1, spec.kernel))
+    if spec.bias:
+        params |= module.tensor("conv_bias", "conv", (spec.channels,), suffix="bias")
+    return params | module.linear("output", {"recurrent_out": width}, spec.channels, bias=spec.bias)
 
 
 def map_mlp(spec: MlpSpec, width: int, module: ModuleNames) -> ParamMap:
