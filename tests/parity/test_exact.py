@@ -54,6 +54,7 @@ FAMILIES = [
     "minimax-m2",
     "ernie 4.5 moe",
     "hunyuan moe",
+    "mistral 4",
 ]
 TIGHT = {"page_size": 4, "prefill_chunk": 11, "kv_tokens": 72, "max_running": 4}
 

@@ -135,6 +135,7 @@ class MlaSpec:
     """Multi-head latent attention: keys and values of all heads from one latent vector per token.
 
     ``rope_dim`` channels of a head are rotated, ``nope_dim`` are not. ``query_rank`` None projects queries directly.
+    ``temperature`` scales queries with their position, as in ``AttentionSpec``.
     """
 
     num_heads: int
@@ -148,6 +149,7 @@ class MlaSpec:
     bias: bool = False
     norm_eps: float = 1e-6
     indexer: IndexerSpec | None = None
+    temperature: tuple[float, float, float] | None = None
 
     @property
     def head_dim(self) -> int:

@@ -7,7 +7,7 @@ import torch
 from tests.models.oracle import KINDS, hf_model, twin
 from tests.parity.planes import spec_of_kind
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Ernie4_5_MoeConfig, Ernie4_5Config
+from transformers import Ernie4_5_MoeConfig, Ernie4_5Config, Mistral4Config
 
 from miles.kernels.fused.lm_head import compute_logits
 from miles.kernels.numerics import FAST
@@ -88,11 +88,13 @@ ROUNDED = {
     "Qwen3.6-35B-A3B": 35.1,
     "ERNIE-4.5-0.3B-PT": 0.4,
     "ERNIE-4.5-21B-A3B-PT": 21.8,
+    "Mistral-Small-4-119B-2603": 119.0,
 }
 # Configs that are the defaults of transformers' config class, which its documentation says are those of the model.
 DEFAULTS = {
     "ERNIE-4.5-0.3B-PT": Ernie4_5Config,
     "ERNIE-4.5-21B-A3B-PT": Ernie4_5_MoeConfig,
+    "Mistral-Small-4-119B-2603": Mistral4Config,
 }
 
 
