@@ -52,6 +52,7 @@ from miles.models.spec import (
     MlaSpec,
     MlpSpec,
     MoeSpec,
+    ShortConvSpec,
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -110,6 +111,8 @@ def made_of(layer: LayerSpec) -> Iterator[str]:
         yield "latent attention"
         yield from ("indexer",) if mixer.indexer is not None else ()
         yield from (mixer.rope.kind,) if mixer.rope.kind != "default" else ()
+    elif isinstance(mixer, ShortConvSpec):
+        yield "short convolution"
     elif isinstance(mixer, GatedDeltaNetSpec | MambaSpec):
         yield "gated delta network" if isinstance(mixer, GatedDeltaNetSpec) else "Mamba-2"
     if isinstance(ffn, MoeSpec):

@@ -6,6 +6,7 @@ import pytest
 
 from miles.core.errors import UsageError
 from miles.kernels.numerics import FAST
+from miles.models.accounting.known_models import load_known_models
 from miles.models.accounting.params import active_parameter_count, kv_bytes_per_token, parameter_count
 from miles.models.checkpoint import param_map
 from miles.models.families import spec_from_config
@@ -20,6 +21,7 @@ YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 4096,
 }
+MISTRAL4 = dict(load_known_models()["Mistral-Small-4-119B-2603"])
 V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -280,6 +282,14 @@ def test_only_layers_that_guess_ahead_and_scorers_nobody_asks_are_spare():
         (GLM5, {"indexer_types": 78 * ["shared"]}, "indexer_types"),
         (GLM5, {"index_topk_pattern": 78 * "X"}, "indexer_types"),
         (GLM5, {"indexer_rope_interleave": False}, "indexer_rope_interleave"),
+        (MISTRAL4, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
+        (MISTRAL4, {"rope_parameters": YARN}, "rope_parameters"),
+        (
+            MISTRAL4,
+            {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.3}},
+            "rope_parameters",
+        ),
+        (MISTRAL4, {"num_experts_per_tok": 129}, "num_experts_per_tok"),
     ],
 )
 def test_what_is_not_implemented_is_refused_once_by_its_key(config, change, key):

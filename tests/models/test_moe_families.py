@@ -69,6 +69,12 @@ def test_layers_that_guess_further_ahead_are_left_alone_and_others_are_not():
     assert not param_map.is_ignorable(spec, "model.layers.2.mlp.experts.9.up_proj.weight")
 
 
+def test_ernie_leaves_its_own_layer_that_guesses_ahead_alone():
+    spec = spec_from_config(config_like("ernie 4.5 moe"))
+    assert param_map.is_ignorable(spec, "model.mtp_block.0.self_attn.q_proj.weight")
+    assert not param_map.is_ignorable(spec, "model.layers.3.self_attn.q_proj.weight")
+
+
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -82,6 +88,14 @@ def test_layers_that_guess_further_ahead_are_left_alone_and_others_are_not():
         ("minimax-m2", {"use_qk_norm": False}),
         ("minimax-m2", {"shared_intermediate_size": 12}),
         ("minimax-m2", {"attn_type_list": [1, 0]}),
+        ("ernie 4.5 moe", {"use_bias": True}),
+        ("ernie 4.5 moe", {"moe_k": 9}),
+        ("ernie 4.5 moe", {"moe_layer_end_index": -2}),
+        ("hunyuan moe", {"moe_topk": [2, 3]}),
+        ("hunyuan moe", {"moe_intermediate_size": [20, 20]}),
+        ("hunyuan moe", {"num_shared_expert": [2, 2]}),
+        ("hunyuan moe", {"use_cla": True}),
+        ("hunyuan moe", {"rope_parameters": {"rope_type": "dynamic", "alpha": -1.0}}),
         ("gpt-oss", {"swiglu_limit": 5.0}),
         ("gpt-oss", {"layer_types": ["full_attention", "chunked_attention"]}),
         ("llama 4", {"no_rope_layers": [1, 0]}),

@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tests.models.oracle import KINDS, hf_logits, hf_model, our_logits, relative, tokens_of, twin
-from tests.models.small_families.recurrent import DELTA, MOE, MROPE, NEMOTRON
+from tests.models.small_families.recurrent import DELTA, LFM2, LFM2_MOE, MOE, MROPE, NEMOTRON
 from tests.models.small_families.small import SMALL
 from tests.tiers import examples
 from transformers import (
     AutoModelForCausalLM,
+    Lfm2Config,
+    Lfm2MoeConfig,
     NemotronHConfig,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
@@ -29,7 +31,7 @@ from miles.models.checkpoint import hf, safetensors_io
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
 from miles.models.layers.rope import Positions
-from miles.models.spec import AttentionSpec, GatedDeltaNetSpec, MambaSpec, MlpSpec, MoeSpec
+from miles.models.spec import AttentionSpec, GatedDeltaNetSpec, MambaSpec, MlpSpec, MoeSpec, ShortConvSpec
 
 MINE = [kind for kind in KINDS if kind.startswith("hybrid")]
 RAGGED = (7, 1, 30, 3, 12, 12, 90)
@@ -54,8 +56,8 @@ class Kept:
 def mixer_of(kind, dtype=torch.float64):
     """The first recurrent mixer of a kind, and zeros for one sequence's state."""
     decoder = twin(hf_model(kind), dtype)
-    index, spec = next((i, x.mixer) for i, x in enumerate(decoder.spec.layers) if isinstance(x.mixer, RECURRENT))
-    module = getattr(decoder.layers[index], "delta" if isinstance(spec, GatedDeltaNetSpec) else "mamba")
+    index, spec = next((i, x.mixer) for i, x in enumerate(decoder.spec.layers) if type(x.mixer) in RECURRENT)
+    module = getattr(decoder.layers[index], RECURRENT[type(spec)])
     shapes = cache_layout(spec, FAST)
     assert isinstance(shapes, PerSequenceState)
     wide = torch.promote_types(dtype, torch.float32)
@@ -63,8 +65,15 @@ def mixer_of(kind, dtype=torch.float64):
     return module, tuple(state)
 
 
-RECURRENT = (GatedDeltaNetSpec, MambaSpec)
-MIXED = ["hybrid qwen3 next", "hybrid qwen3.5", "hybrid nemotron h", "hybrid nemotron 3"]
+RECURRENT = {GatedDeltaNetSpec: "delta", MambaSpec: "mamba", ShortConvSpec: "short_conv"}
+MIXED = [
+    "hybrid qwen3 next",
+    "hybrid qwen3.5",
+    "hybrid nemotron h",
+    "hybrid nemotron 3",
+    "lfm2 untied with biases, longer convolution",
+    "lfm2 moe",
+]
 
 
 # -- going on from a state --------------------------------------------------------------------
@@ -287,6 +296,9 @@ NEMOTRON_3_NANO = {
 }
 
 
+SMALL_LFM2 = SMALL | LFM2_MOE | {"architectures": ["Lfm2MoeForCausalLM"]}
+
+
 def test_qwen3_next_80b_has_the_size_it_is_known_by():
     spec = spec_from_config(QWEN3_NEXT_80B)
     assert sum(isinstance(layer.mixer, AttentionSpec) for layer in spec.layers) == 12
@@ -369,6 +381,10 @@ def test_steps_are_no_shorter_than_the_config_allows():
         (NEMOTRON_3_NANO, "time_step_limit", [2.0, 1.0]),
         (NEMOTRON_3_NANO, "sliding_window", 128),
         (NEMOTRON_3_NANO, "tie_word_embeddings", True),
+        (SMALL_LFM2, "layer_types", None),
+        (SMALL_LFM2, "layer_types", ["conv", "mamba", "conv"]),
+        (SMALL_LFM2, "num_experts_per_tok", 7),
+        (SMALL_LFM2, "conv_L_cache", 0),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_its_key(base, key, value):
@@ -382,3 +398,18 @@ def test_defaults_left_out_of_a_config_are_those_of_transformers():
     bare = {key: reported[key] for key in (*(SMALL.keys() & reported.keys()), "layers_block_type")}
     arch = {"architectures": ["NemotronHForCausalLM"]}
     assert replace(spec_from_config(reported | arch), eos_token_ids=()) == spec_from_config(bare | arch)
+
+
+@pytest.mark.parametrize(("config", "own"), [(Lfm2Config, LFM2), (Lfm2MoeConfig, LFM2_MOE)])
+def test_what_an_lfm2_config_leaves_out_is_what_transformers_takes(config, own):
+    theirs = config(**(SMALL | own)).to_dict() | {"architectures": [config.__name__.replace("Config", "ForCausalLM")]}
+    ours = {"architectures": theirs["architectures"]} | SMALL | own
+    assert spec_from_config(ours) == replace(spec_from_config(theirs), eos_token_ids=())
+
+
+def test_an_lfm2_config_may_have_the_older_names_of_its_keys():
+    config = SMALL | LFM2 | {"architectures": ["Lfm2ForCausalLM"]}
+    newer = config | {"tie_word_embeddings": False, "intermediate_size": 99}
+    older = config | {"tie_embedding": False, "block_ff_dim": 99, "layer_types": None, "full_attn_idxs": [1]}
+    assert spec_from_config(older) == spec_from_config(newer)
+    assert spec_from_config(newer).layers[0].ffn == MlpSpec(size=256)

@@ -20,6 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama 4": {"attention_chunk_size": 4, "floor_scale": 4, "rope_parameters": None},
     "hybrid qwen3.5": {},
     "hybrid nemotron 3": {},
+    "lfm2": {},
     "glm 5 shared choices": {"index_topk": 4},
 }
 SFT = {"loss_type": "sft_loss"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from miles.models.hf_adapter.spec import HfAdapterSpec
-from miles.models.spec import AttentionSpec, DecoderSpec, GatedDeltaNetSpec, MambaSpec, Mixer, MlaSpec
+from miles.models.spec import AttentionSpec, DecoderSpec, GatedDeltaNetSpec, MambaSpec, Mixer, MlaSpec, ShortConvSpec
 
 # Channels of a head that the batch-invariant Triton kernels of softmax attention take at most.
 MAX_HEAD_DIM = 256
@@ -21,6 +21,8 @@ def _check_mixer(mixer: Mixer | None) -> str | None:
     match mixer:
         case GatedDeltaNetSpec() | MambaSpec():
             return "is recurrent, and decoding step by step rounds its state differently than a whole sequence"
+        case ShortConvSpec():
+            return "is a short convolution, and batch-invariant attention backends keep no state of earlier tokens"
         case MlaSpec() if mixer.indexer is not None:
             return "selects tokens by a DSA indexer, whose selection depends on rounding"
         case AttentionSpec() if mixer.head_dim > MAX_HEAD_DIM:

@@ -27,9 +27,19 @@ from miles.models.layers.moe import MoeMlp, Routing
 from miles.models.layers.norm import RMSNorm
 from miles.models.layers.per_layer_input import PerLayerEmbedding, PerLayerInput
 from miles.models.layers.rope import Positions
+from miles.models.layers.short_conv import ShortConv
 from miles.models.lora.layout import plan_adapters
 from miles.models.quantization import QuantizedParam, plan_quantization
-from miles.models.spec import AttentionSpec, DecoderSpec, GatedDeltaNetSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec
+from miles.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    GatedDeltaNetSpec,
+    MambaSpec,
+    MlaSpec,
+    MlpSpec,
+    MoeSpec,
+    ShortConvSpec,
+)
 from miles.models.vision.inputs import VisionFeatures, VisionInputs
 from miles.models.vision.tower import VisionTower
 from miles.precision.formats import WeightFormat
@@ -51,6 +61,7 @@ MIXERS: Mapping[type, tuple[str, Callable[..., nn.Module]]] = {
     MlaSpec: ("mla", MultiHeadLatentAttention),
     GatedDeltaNetSpec: ("delta", GatedDeltaNet),
     MambaSpec: ("mamba", Mamba2),
+    ShortConvSpec: ("short_conv", ShortConv),
 }
 
 

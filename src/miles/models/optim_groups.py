@@ -13,7 +13,16 @@ from functools import lru_cache
 from miles.models.checkpoint.param_map import build_param_map, param_shape
 from miles.models.checkpoint.param_slices import Shape
 from miles.models.hf_adapter.spec import HfAdapterSpec
-from miles.models.spec import AttentionSpec, DecoderSpec, GatedDeltaNetSpec, LayerSpec, MambaSpec, MlpSpec, MoeSpec
+from miles.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    GatedDeltaNetSpec,
+    LayerSpec,
+    MambaSpec,
+    MlpSpec,
+    MoeSpec,
+    ShortConvSpec,
+)
 
 # Rows of one matrix fused a fused tensor: start, stop, step.
 Rows = tuple[int, int, int]
@@ -104,6 +113,8 @@ def _split_fused(layer: LayerSpec, name: str) -> tuple[Rows, ...] | None:
         case ["mamba", "input"], MambaSpec() as mixer, _:
             inner, state = mixer.num_heads * mixer.head_dim, mixer.groups * mixer.state_dim
             return _consecutive(inner, inner, state, state, mixer.num_heads)
+        case ["short_conv", "input"], ShortConvSpec() as mixer, _:
+            return _consecutive(mixer.channels, mixer.channels, mixer.channels)
         case ["mlp", "gate_up"], _, MlpSpec() as ffn:
             return _consecutive(ffn.size, ffn.size)
         case ["moe", "gate_up"], _, MoeSpec() as ffn:

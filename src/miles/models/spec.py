@@ -76,21 +76,21 @@ class AttentionSpec:
     """Softmax attention with grouped queries.
 
     ``rope`` None is a layer without position embedding. ``qk_norm`` is the QK-norm before RoPE: per head, or over all
-    heads; ``unit`` is without weights and after RoPE. ``window`` is the sliding window, the token itself included;
-    ``chunk`` restricts attention to blocks of positions. ``scale`` None is ``head_dim ** -0.5``. ``gated`` multiplies
-    the output by a sigmoid gate from the query projection. ``temperature`` (floor, slope and, if not one, how many
-    positions ahead of a multiple of the floor) scales queries with their position. ``value_norm`` normalizes the values
-    of each head, without weights. ``value_from_key``: there is no value projection, and values are projected keys,
-    before their norm and RoPE. ``ignores_spans``: tokens of an image attend causally in this layer, in a model where
-    they attend in both directions elsewhere. ``kv_source`` is the earlier layer whose keys and values this layer
-    attends to, after their norm and RoPE; it then projects queries only.
+    heads; ``head_after_rope`` is per head and after RoPE, ``unit`` the same without weights. ``window`` is the sliding
+    window, the token itself included; ``chunk`` restricts attention to blocks of positions. ``scale`` None is
+    ``head_dim ** -0.5``. ``gated`` multiplies the output by a sigmoid gate from the query projection. ``temperature``
+    (floor, slope and, if not one, how many positions ahead of a multiple of the floor) scales queries with their
+    position. ``value_norm`` normalizes the values of each head, without weights. ``value_from_key``: there is no value
+    projection, and values are projected keys, before their norm and RoPE. ``ignores_spans``: tokens of an image attend
+    causally in this layer, in a model where they attend in both directions elsewhere. ``kv_source`` is the earlier
+    layer whose keys and values this layer attends to, after their norm and RoPE; it then projects queries only.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rope: RopeSpec | None
-    qk_norm: Literal["none", "head", "all", "unit"] = "none"
+    qk_norm: Literal["none", "head", "all", "head_after_rope", "unit"] = "none"
     qkv_bias: bool = False
     output_bias: bool = False
     window: int | None = None
@@ -135,6 +135,7 @@ class MlaSpec:
     """Multi-head latent attention: keys and values of all heads from one latent vector per token.
 
     ``rope_dim`` channels of a head are rotated, ``nope_dim`` are not. ``query_rank`` None projects queries directly.
+    ``temperature`` scales queries with their position, as in ``AttentionSpec``.
     """
 
     num_heads: int
@@ -148,6 +149,7 @@ class MlaSpec:
     bias: bool = False
     norm_eps: float = 1e-6
     indexer: IndexerSpec | None = None
+    temperature: tuple[float, float, float] | None = None
 
     @property
     def head_dim(self) -> int:
@@ -182,6 +184,17 @@ class MambaSpec:
     conv_bias: bool
     bias: bool
     step_limit: tuple[float, float] = (0.0, float("inf"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvSpec:
+    """Gated short convolution: ``kernel`` taps for each of ``channels``, between a gate on its input and one on its
+    output. ``bias`` is for the convolution and both projections.
+    """
+
+    channels: int
+    kernel: int
+    bias: bool = False
 
 
 # -- feed-forward ---------------------------------------------------------------------------
@@ -244,7 +257,8 @@ class MoeSpec:
 
 # -- the decoder ----------------------------------------------------------------------------
 
-Mixer = AttentionSpec | MlaSpec | GatedDeltaNetSpec | MambaSpec
+RecurrentMixer = GatedDeltaNetSpec | MambaSpec | ShortConvSpec
+Mixer = AttentionSpec | MlaSpec | RecurrentMixer
 FeedForward = MlpSpec | MoeSpec
 
 
@@ -363,4 +377,4 @@ class DecoderSpec:
     @property
     def recurrent(self) -> bool:
         """Whether a layer has a recurrent state, which rules out prefix sharing by page."""
-        return any(isinstance(layer.mixer, GatedDeltaNetSpec | MambaSpec) for layer in self.layers)
+        return any(isinstance(layer.mixer, RecurrentMixer) for layer in self.layers)

@@ -7,6 +7,7 @@ import torch
 from tests.models.oracle import KINDS, hf_model, twin
 from tests.parity.planes import spec_of_kind
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import Ernie4_5_MoeConfig, Ernie4_5Config, Mistral4Config
 
 from miles.kernels.fused.lm_head import compute_logits
 from miles.kernels.numerics import FAST
@@ -85,6 +86,15 @@ ROUNDED = {
     "Qwen3.5-35B-A3B": 35.1,
     "Qwen3.6-27B": 27.4,
     "Qwen3.6-35B-A3B": 35.1,
+    "ERNIE-4.5-0.3B-PT": 0.4,
+    "ERNIE-4.5-21B-A3B-PT": 21.8,
+    "Mistral-Small-4-119B-2603": 119.0,
+}
+# Configs that are the defaults of transformers' config class, which its documentation says are those of the model.
+DEFAULTS = {
+    "ERNIE-4.5-0.3B-PT": Ernie4_5Config,
+    "ERNIE-4.5-21B-A3B-PT": Ernie4_5_MoeConfig,
+    "Mistral-Small-4-119B-2603": Mistral4Config,
 }
 
 
@@ -108,6 +118,13 @@ def test_published_models_have_their_published_size(name):
 @pytest.mark.parametrize("name", ROUNDED)
 def test_the_largest_models_have_their_published_size(name):
     assert round(params.parameter_count(spec_from_config(load_known_models()[name])) / 1e9, 1) == ROUNDED[name]
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_models_known_from_transformers_have_the_config_of_its_defaults(name):
+    known = load_known_models()[name]
+    theirs = spec_from_config(DEFAULTS[name]().to_dict() | {"architectures": known["architectures"]})
+    assert spec_from_config(known) == replace(theirs, eos_token_ids=())
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
-"""Mistral, Ministral, Phi-3, SmolLM3, Gemma 2 to 4, GLM-4 dense: windows, soft-caps, and every kind of rotation."""
+"""Mistral, Ministral, ERNIE 4.5, Hunyuan, Phi-3, SmolLM3, Gemma 2 to 4, GLM-4: windows, soft-caps, every rotation."""
 
 from tests.models.small_families.small import Kind
 from transformers import (
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -12,6 +14,8 @@ from transformers import (
     Glm4ForCausalLM,
     GlmConfig,
     GlmForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
     MinistralConfig,
@@ -42,6 +46,8 @@ LONGROPE = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "pad_token_id": None}
+# transformers trains no embedding of the padding token.
+ERNIE = {"pad_token_id": None}
 GEMMA4 = {
     "head_dim": 16,
     "num_hidden_layers": 3,
@@ -51,6 +57,26 @@ GEMMA4 = {
 }
 
 KINDS = {
+    "ernie 4.5": Kind(Ernie4_5ForCausalLM, Ernie4_5Config, ERNIE | {"head_dim": 16, "rms_norm_eps": 1e-4}),
+    "ernie 4.5 with biases, stretched": Kind(
+        Ernie4_5ForCausalLM,
+        Ernie4_5Config,
+        ERNIE | {"head_dim": 8, "use_bias": True, "tie_word_embeddings": False, "rope_parameters": LINEAR},
+    ),
+    "hunyuan": Kind(
+        HunYuanDenseV1ForCausalLM,
+        HunYuanDenseV1Config,
+        {
+            "head_dim": 16,
+            "pad_token_id": None,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0},
+        },
+    ),
+    "hunyuan tied with biases": Kind(
+        HunYuanDenseV1ForCausalLM,
+        HunYuanDenseV1Config,
+        {"head_dim": 8, "pad_token_id": None, "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "mistral": Kind(MistralForCausalLM, MistralConfig, {"sliding_window": None}),
     "mistral windowed": Kind(
         MistralForCausalLM, MistralConfig, {"sliding_window": 9, "head_dim": 16, "rms_norm_eps": 1e-5}

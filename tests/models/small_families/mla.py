@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3, V3.2, Kimi-K2, GLM-4.7-Flash and GLM-5: latent attention, with and without a choice of tokens."""
+"""DeepSeek-V2, V3, V3.2, Kimi-K2, GLM-4.7-Flash, GLM-5, Mistral 4: latent attention, with or without chosen tokens."""
 
 from typing import Any
 
@@ -14,6 +14,8 @@ from transformers import (
     Glm4MoeLiteForCausalLM,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
 )
 
 # Sizes all different, so that none can stand in for another.
@@ -69,6 +71,11 @@ def _glm5(**own) -> Kind:
     return Kind(GlmMoeDsaForCausalLM, GlmMoeDsaConfig, SPARSE | own)
 
 
+def _mistral4(**own) -> Kind:
+    changes = {"llama_4_scaling_beta": 0.4, "original_max_position_embeddings": 16}
+    return Kind(Mistral4ForCausalLM, Mistral4Config, LATENT | {"pad_token_id": None} | _stretched(**changes) | own)
+
+
 KINDS = {
     "deepseek v2 in groups": _v2(topk_method="group_limited_greedy", **GROUPS),
     "deepseek v2 lite": _v2(q_lora_rank=None, **_stretched(mscale=0.707, mscale_all_dim=0.707)),
@@ -90,4 +97,14 @@ KINDS = {
     "glm 5": _glm5(),
     "glm 5 shared choices": _glm5(num_hidden_layers=4, indexer_types=["full", "shared", "shared", "full"]),
     "glm 5 a choice every other layer": _glm5(num_hidden_layers=4, index_topk_freq=2, first_k_dense_replace=3),
+    "mistral 4": _mistral4(**GROUPS),
+    "mistral 4 tied with biases, direct queries, halves": _mistral4(
+        **ONE_GROUP,
+        q_lora_rank=None,
+        rope_interleave=False,
+        norm_topk_prob=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        first_k_dense_replace=0,
+    ),
 }

@@ -1,13 +1,17 @@
-"""Mixtral, Qwen2-MoE, GLM-4.5, MiniMax-M2, gpt-oss, Llama 4 and Gemma 4: mixtures of experts over softmax attention."""
+"""Mixtral, Qwen2-MoE, ERNIE 4.5, Hunyuan, GLM-4.5, MiniMax-M2, gpt-oss, Llama 4, Gemma 4: experts over attention."""
 
 from tests.models.small_families.small import Kind
 from transformers import (
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     MiniMaxM2Config,
@@ -39,6 +43,15 @@ GLM = EAGER | {
     "partial_rotary_factor": 0.5,
 }
 MINIMAX = EAGER | {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 12}
+ERNIE = EAGER | {
+    "pad_token_id": None,  # transformers trains no embedding of the padding token
+    "num_hidden_layers": 3,
+    "moe_num_experts": 8,
+    "moe_k": 3,
+    "moe_intermediate_size": 12,
+    "moe_num_shared_experts": 2,
+}
+HUNYUAN = EAGER | {"head_dim": 16, "pad_token_id": None, "num_experts": 6, "moe_topk": 2}
 OSS = EAGER | {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 16}
 OSS_ROPE = {
     "rope_type": "yarn",
@@ -106,6 +119,29 @@ KINDS = {
     ),
     "minimax-m2": Kind(MiniMaxM2ForCausalLM, MiniMaxM2Config, MINIMAX | {"partial_rotary_factor": 0.5}),
     "minimax-m2 turning whole heads": Kind(MiniMaxM2ForCausalLM, MiniMaxM2Config, MINIMAX),
+    "ernie 4.5 moe": Kind(Ernie4_5_MoeForCausalLM, Ernie4_5_MoeConfig, ERNIE),
+    "ernie 4.5 moe in some layers, none shared": Kind(
+        Ernie4_5_MoeForCausalLM,
+        Ernie4_5_MoeConfig,
+        ERNIE
+        | {
+            "num_hidden_layers": 5,
+            "moe_layer_interval": 2,
+            "moe_layer_end_index": 2,
+            "moe_num_shared_experts": 0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "hunyuan moe": Kind(
+        HunYuanMoEV1ForCausalLM,
+        HunYuanMoEV1Config,
+        HUNYUAN | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0}},
+    ),
+    "hunyuan moe tied with biases, experts a token listed": Kind(
+        HunYuanMoEV1ForCausalLM,
+        HunYuanMoEV1Config,
+        HUNYUAN | {"moe_topk": [3, 3], "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "gpt-oss": Kind(GptOssForCausalLM, GptOssConfig, OSS | {"rope_parameters": OSS_ROPE}),
     "gpt-oss without attention biases": Kind(
         GptOssForCausalLM,

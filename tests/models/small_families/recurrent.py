@@ -1,7 +1,11 @@
-"""Qwen3-Next, Qwen3.5 and Nemotron-H: layers whose past is a state."""
+"""Qwen3-Next, Qwen3.5, Nemotron-H and LFM2: layers whose past is a state."""
 
 from tests.models.small_families.small import Kind
 from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
     Qwen3_5ForCausalLM,
@@ -54,6 +58,15 @@ ROUTED = {
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
     "routed_scaling_factor": 2.5,
+}
+# transformers trains no embedding of the padding token.
+LFM2 = {"pad_token_id": None, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+LFM2_MOE = LFM2 | {
+    "experts_implementation": "eager",
+    "num_dense_layers": 1,
+    "moe_intermediate_size": 12,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
 }
 
 KINDS = {
@@ -115,5 +128,25 @@ KINDS = {
             "topk_group": 2,
             "norm_topk_prob": False,
         },
+    ),
+    "lfm2": Kind(Lfm2ForCausalLM, Lfm2Config, LFM2 | {"block_multiple_of": 8, "norm_eps": 1e-4}),
+    "lfm2 untied with biases, longer convolution": Kind(
+        Lfm2ForCausalLM,
+        Lfm2Config,
+        LFM2
+        | {
+            "layer_types": None,
+            "full_attn_idxs": [2],
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2 moe": Kind(Lfm2MoeForCausalLM, Lfm2MoeConfig, LFM2_MOE | {"routed_scaling_factor": 2.5}),
+    "lfm2 moe with biases, not balanced, not normalised": Kind(
+        Lfm2MoeForCausalLM,
+        Lfm2MoeConfig,
+        LFM2_MOE | {"conv_bias": True, "use_expert_bias": False, "norm_topk_prob": False},
     ),
 }

@@ -33,12 +33,12 @@ def _unsupported_part(layer: LayerSpec, spec: DecoderSpec) -> str | None:
     """Return the part of a layer that Megatron does not support, or None."""
     mixer, ffn = layer.mixer, layer.ffn
     if isinstance(mixer, MlaSpec):
-        if mixer.indexer is not None or mixer.bias or mixer.norm_eps != spec.norm_eps:
-            return "MLA with an indexer, biases or its own norm epsilon"
+        if mixer.indexer is not None or mixer.bias or mixer.norm_eps != spec.norm_eps or mixer.temperature is not None:
+            return "MLA with an indexer, biases, its own norm epsilon or query temperature"
     elif not isinstance(mixer, AttentionSpec):
         return "a mixer other than attention"
     elif mixer.qk_norm not in ("none", "head"):
-        return "QK-norm over all heads"
+        return "QK-norm over all heads or after RoPE"
     elif mixer.sinks or mixer.gated:
         return "attention sinks" if mixer.sinks else "a gate on the attention output"
     if ffn is None or layer.post_norms:

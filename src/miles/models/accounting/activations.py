@@ -30,6 +30,7 @@ from miles.models.spec import (
     MlaSpec,
     MlpSpec,
     MoeSpec,
+    ShortConvSpec,
 )
 from miles.precision.formats import QuantizationSpec
 
@@ -94,8 +95,8 @@ class _SavedBytes:
             total += self.numbers(both + 3 * queries)
         if spec.qk_norm != "none" and not self.frozen:
             total += self.numbers(both) * (2 if self.offset and self.size < 4 else 1)
-        if spec.rope is not None:
-            total += self.numbers(both)
+        if spec.rope is not None:  # a norm behind it saves what is rotated, beside its own output
+            total += self.numbers(both) * (2 if spec.qk_norm == "head_after_rope" else 1)
         if spec.temperature is not None:
             total += self.numbers(queries)
         if spec.value_norm:
@@ -136,6 +137,10 @@ class _SavedBytes:
         wide = channels + inner + chunk + states + 4 * inner
         return self.numbers(3 * channels + 2 * inner + heads) + 4.0 * wide
 
+    def short_conv(self, spec: ShortConvSpec) -> float:
+        """The projection, the convolution's input and output, and the gated output."""
+        return self.numbers(6 * spec.channels)
+
     def mlp(self, spec: MlpSpec) -> float:
         return self.numbers(self._inner(spec))
 
@@ -173,6 +178,8 @@ class _SavedBytes:
                     total += self.delta(layer.mixer)
                 case MambaSpec():
                     total += self.mamba(layer.mixer)
+                case ShortConvSpec():
+                    total += self.short_conv(layer.mixer)
         if layer.ffn is not None:
             total += self.norm(width) + (self.post_norm(width) if layer.post_norms else 0.0)
             total += self.mlp(layer.ffn) if isinstance(layer.ffn, MlpSpec) else self.moe(layer.ffn, width)
@@ -254,6 +261,8 @@ def _mixer_outputs(mixer: Mixer | None, width: int) -> _Outputs:
         case MambaSpec():
             projected = mixer.num_heads * mixer.head_dim + mixer.groups * mixer.state_dim
             return _Outputs(linear=2 * projected + mixer.num_heads + width)
+        case ShortConvSpec():
+            return _Outputs(linear=3 * mixer.channels + width)
         case None:
             return _Outputs()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from miles.kernels.numerics import Numerics
-from miles.models.spec import AttentionSpec, GatedDeltaNetSpec, MambaSpec, Mixer, MlaSpec
+from miles.models.spec import AttentionSpec, GatedDeltaNetSpec, MambaSpec, Mixer, MlaSpec, ShortConvSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,3 +71,5 @@ def cache_layout(mixer: Mixer | None, numerics: Numerics) -> PerTokenCache | Per
             channels = mixer.num_heads * mixer.head_dim + 2 * mixer.groups * mixer.state_dim
             state = (mixer.num_heads, mixer.head_dim, mixer.state_dim)
             return PerSequenceState(shapes=((channels, mixer.kernel - 1), state), wide=(False, True))
+        case ShortConvSpec():
+            return PerSequenceState(shapes=((mixer.channels, mixer.kernel - 1),), wide=(False,))

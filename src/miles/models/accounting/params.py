@@ -26,6 +26,7 @@ from miles.models.spec import (
     Mixer,
     MlaSpec,
     MoeSpec,
+    ShortConvSpec,
 )
 from miles.models.vision.spec import VisionSpec
 from miles.precision.formats import QuantizationSpec
@@ -373,5 +374,5 @@ def _mixer_flops(mixer: Mixer | None, context: float) -> float:
         case MambaSpec():
             within = 2.0 * (mixer.groups * mixer.state_dim + mixer.num_heads * mixer.head_dim)
             return 4.0 * mixer.num_heads * mixer.head_dim * mixer.state_dim + within * CHUNK
-        case None:
+        case ShortConvSpec() | None:
             return 0.0

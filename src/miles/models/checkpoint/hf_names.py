@@ -1,4 +1,4 @@
-"""Hugging Face tensor names and shapes of every module kind: attention, MLA, Gated DeltaNet, Mamba-2, MLP, MoE.
+"""Hugging Face tensor names and shapes of every module kind: attention, recurrent mixers, MLP, mixture of experts.
 
 ``HF_NAMES`` is what most families call a tensor; a family overrides the entries in which it differs. No torch.
 """
@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from miles.models.checkpoint.param_slices import HfSlice, ModuleNames, ParamMap, concat_slices
-from miles.models.spec import AttentionSpec, GatedDeltaNetSpec, IndexerSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec
+from miles.models.spec import (
+    AttentionSpec,
+    GatedDeltaNetSpec,
+    IndexerSpec,
+    MambaSpec,
+    MlaSpec,
+    MlpSpec,
+    MoeSpec,
+    ShortConvSpec,
+)
 
 HF_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -33,6 +42,7 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "mla": "self_attn",
         "delta": "linear_attn",
         "mamba": "mixer",
+        "short_conv": "conv",
         "q": "q_proj",
         "k": "k_proj",
         "v": "v_proj",
@@ -58,6 +68,7 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "delta_b": "in_proj_b",
         "delta_a": "in_proj_a",
         "mamba_in": "in_proj",
+        "short_conv_in": "in_proj",
         "conv": "conv1d",
         "dt_bias": "dt_bias",
         "a_log": "A_log",
@@ -101,8 +112,8 @@ def map_attention(spec: AttentionSpec, width: int, module: ModuleNames) -> Param
     rows = {"q": queries} if spec.kv_source is not None else rows
     params = module.linear("qkv", rows, width, bias=spec.qkv_bias, fused="qkv")
     params |= module.linear("output", {"o": width}, queries, bias=spec.output_bias)
-    if spec.qk_norm in ("head", "all"):
-        per_head = spec.qk_norm == "head"
+    if spec.qk_norm in ("head", "all", "head_after_rope"):
+        per_head = spec.qk_norm != "all"
         params |= module.tensor("q_norm.weight", "q_norm", (spec.head_dim if per_head else queries,))
         if spec.kv_source is None:
             params |= module.tensor("k_norm.weight", "k_norm", (spec.head_dim if per_head else keys,))
@@ -173,6 +184,15 @@ def map_mamba(spec: MambaSpec, width: int, module: ModuleNames) -> ParamMap:
     return params | module.linear("output", {"recurrent_out": width}, inner, bias=spec.bias)
 
 
+def map_short_conv(spec: ShortConvSpec, width: int, module: ModuleNames) -> ParamMap:
+    """Gated short convolution: both gates and the input in one projection, as in the checkpoint."""
+    params = module.linear("input", {"short_conv_in": 3 * spec.channels}, width, bias=spec.bias)
+    params |= module.tensor("conv", "conv", (spec.channels, 1, spec.kernel))
+    if spec.bias:
+        params |= module.tensor("conv_bias", "conv", (spec.channels,), suffix="bias")
+    return params | module.linear("output", {"recurrent_out": width}, spec.channels, bias=spec.bias)
+
+
 def map_mlp(spec: MlpSpec, width: int, module: ModuleNames) -> ParamMap:
     """MLP: gate and up are one projection."""
     rows = {"gate": spec.size, "up": spec.size} if spec.gated else {"up": spec.size}
@@ -183,7 +203,10 @@ def map_mlp(spec: MlpSpec, width: int, module: ModuleNames) -> ParamMap:
 def map_moe(spec: MoeSpec, width: int, module: ModuleNames) -> ParamMap:
     """MoE: ``gate_up`` [E, 2I, D] (``up`` [E, I, D] if not gated), ``down`` [E, D, I], router, shared experts."""
     inner, count = spec.latent or width, spec.num_experts
-    params = module.tensor("correction", "correction", (count,), suffix="") if spec.correction else {}
+    params: ParamMap = {}
+    if spec.correction:
+        row = module.names.get("correction_layout") == "row"
+        params |= module.tensor("correction", "correction", (count,), suffix="", row=row)
     rows = 2 * spec.size if spec.gated else spec.size
     name = "gate_up" if spec.gated else "up"
     if "stacked" in module.names:

@@ -13,6 +13,7 @@ from miles.models.checkpoint.hf_names import (
     map_mla,
     map_mlp,
     map_moe,
+    map_short_conv,
 )
 from miles.models.checkpoint.param_slices import HfSlice, ModuleNames, ParamMap, concat_slices, param_shape
 from miles.models.checkpoint.vision_names import map_vision
@@ -27,6 +28,7 @@ from miles.models.spec import (
     Mixer,
     MlaSpec,
     MlpSpec,
+    ShortConvSpec,
 )
 
 __all__ = ["HfSlice", "build_layer_map", "build_param_map", "is_ignorable", "param_shape", "stacked_expert_names"]
@@ -42,6 +44,8 @@ def _map_mixer(mixer: Mixer, width: int, layer: ModuleNames) -> ParamMap:
             return map_gated_deltanet(mixer, width, layer.submodule("delta", "delta"))
         case MambaSpec():
             return map_mamba(mixer, width, layer.submodule("mamba", "mamba"))
+        case ShortConvSpec():
+            return map_short_conv(mixer, width, layer.submodule("short_conv", "short_conv"))
 
 
 def _map_ffn(ffn: FeedForward, width: int, layer: ModuleNames) -> ParamMap:

@@ -16,7 +16,7 @@ class HfSlice:
     """A Hugging Face tensor of ``shape`` and the part of the decoder parameter that it fills.
 
     That part is rows ``start`` to ``stop``, of one expert's matrix if ``expert`` is set. The last two dimensions of a
-    ``transposed`` tensor are swapped on disk.
+    ``transposed`` tensor are swapped on disk. A ``row`` is a vector that has a first dimension of one on disk.
     """
 
     hf_name: str
@@ -25,12 +25,15 @@ class HfSlice:
     stop: int
     expert: int | None = None
     transposed: bool = False
+    row: bool = False
 
     def view(self, tensor: Any) -> Any:
         """Return the part of the decoder parameter ``tensor`` that this slice is: a view, shaped as on disk."""
         matrix = tensor if self.expert is None else tensor[self.expert]
         if not self.shape:  # one number, which the decoder may hold as a vector
             return matrix.reshape(()) if tuple(matrix.shape) == (1,) else matrix
+        if self.row:
+            return matrix.unsqueeze(0)
         part = matrix if self.stop - self.start == len(matrix) else matrix[self.start : self.stop]
         return part.transpose(-1, -2) if self.transposed else part
 
@@ -38,6 +41,8 @@ class HfSlice:
 def param_shape(slices: tuple[HfSlice, ...]) -> Shape:
     """Compute the shape of the decoder parameter that the slices fill."""
     last = slices[-1]
+    if last.row:
+        return last.shape[1:]
     shape = (*last.shape[:-2], last.shape[-1], last.shape[-2]) if last.transposed else last.shape
     inner = (max(s.stop for s in slices), *shape[1:])
     return inner if last.expert is None else (last.expert + 1, *inner)
@@ -98,9 +103,10 @@ class ModuleNames:
         return params
 
     def tensor(
-        self, name: str, key: str, shape: Shape, *, suffix: str = "weight", transposed: bool = False
+        self, name: str, key: str, shape: Shape, *, suffix: str = "weight", transposed: bool = False, row: bool = False
     ) -> ParamMap:
         """Map one tensor; ``shape`` is the decoder's."""
         hf_shape = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
-        hf_slice = HfSlice(self.hf_name(key, suffix), hf_shape, 0, shape[0], None, transposed)
+        hf_shape = (1, *shape) if row else hf_shape
+        hf_slice = HfSlice(self.hf_name(key, suffix), hf_shape, 0, shape[0], None, transposed, row)
         return {f"{self.prefix}.{name}": (hf_slice,)}

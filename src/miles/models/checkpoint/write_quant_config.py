@@ -107,7 +107,8 @@ def _layout_name(format: WeightFormat) -> str:
 
 def _is_linear(piece: HfSlice) -> bool:
     """Whether the piece is the weight of a linear layer, as transformers has it."""
-    return len(piece.shape) >= 2 and "embed" not in piece.hf_name and "conv1d" not in piece.hf_name
+    is_convolution = len(piece.shape) == 3 and piece.shape[1] == 1
+    return len(piece.shape) >= 2 and not piece.row and not is_convolution and "embed" not in piece.hf_name
 
 
 def _module(hf_name: str) -> str:

@@ -11,11 +11,10 @@ from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.spec import (
     AttentionSpec,
     DecoderSpec,
-    GatedDeltaNetSpec,
     LayerSpec,
-    MambaSpec,
     MlaSpec,
     MlpSpec,
+    RecurrentMixer,
     RopeSpec,
 )
 
@@ -83,7 +82,7 @@ def find_mtp_layout(policy: DecoderSpec) -> MtpLayout | None:
 def build_mtp_spec(policy: DecoderSpec, layout: MtpLayout, count: int = 1) -> DraftSpec:
     """Build the spec of ``count`` MTP layers: the policy's last layer, with its last mixer that is not recurrent."""
     assert count >= 1
-    mixers = [each.mixer for each in policy.layers if not isinstance(each.mixer, GatedDeltaNetSpec | MambaSpec)]
+    mixers = [each.mixer for each in policy.layers if not isinstance(each.mixer, RecurrentMixer)]
     last = replace(policy.layers[-1], mixer=mixers[-1])
     if isinstance(last.mixer, MlaSpec) and last.mixer.indexer is not None:
         last = replace(last, mixer=replace(last.mixer, indexer=replace(last.mixer.indexer, source=None)))

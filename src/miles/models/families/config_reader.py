@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -209,12 +209,16 @@ class ConfigReader:
         kv_heads = kv_heads if heads % kv_heads == 0 else heads
         return {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": size + size % 2}
 
-    def expert_counts(self, *keys: str) -> dict[str, Any]:
-        """Read ``num_experts`` (from the first of ``keys`` that is present) and ``experts_per_token`` of a MoeSpec."""
-        key = next((key for key in keys if self.config.get(key) is not None), keys[0])
-        total, each = self.positive_int(key), self.positive_int("num_experts_per_tok")
+    def expert_counts(self, *keys: str, per_token: Sequence[str] = ("num_experts_per_tok",)) -> dict[str, Any]:
+        """Read ``num_experts`` (from the first of ``keys`` that is present) and ``experts_per_token`` (from the first
+        of ``per_token``) of a MoeSpec.
+        """
+        key, each_key = (
+            next((k for k in names if self.config.get(k) is not None), names[0]) for names in (keys, per_token)
+        )
+        total, each = self.positive_int(key), self.positive_int(each_key)
         if each > total and not self.problems:
-            self.reject("num_experts_per_tok", f"is {each}, more than the {total} experts")
+            self.reject(each_key, f"is {each}, more than the {total} experts")
         return {"num_experts": total, "experts_per_token": each}
 
     def sparse_step_layers(self) -> tuple[bool, ...]:

@@ -48,7 +48,7 @@ _KEYS: tuple[tuple[str, str, bool], ...] = (
     ("hidden_size_per_layer_input", "per-layer embeddings", False),
     ("num_kv_shared_layers", "KV cache shared between layers", False),
     ("mamba_d_state", "a Mamba layer beside or inside attention", False),
-    ("conv_L_cache", "short convolutions as mixers", False),
+    ("conv_L_cache", "short convolutions as mixers", True),
     ("rwkv_hidden_size", "RWKV's recurrence", False),
     ("alibi", "ALiBi positions", False),
     ("use_alibi", "ALiBi positions", False),

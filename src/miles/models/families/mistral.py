@@ -29,7 +29,7 @@ def _read(reader: ConfigReader, *, head_dim: int | None, window: int | None, eps
     rope = reader.rope()
     reader.require("hidden_act", "silu")
     mlp = MlpSpec(size=reader.positive_int("intermediate_size"))
-    temperature = _temperature(reader) if reader.family == "ministral3" else None
+    temperature = read_temperature(reader) if reader.family == "ministral3" else None
     layers = tuple(
         LayerSpec(mixer=AttentionSpec(**heads, rope=rope, window=size, temperature=temperature), ffn=mlp)
         for size in reader.sliding_windows(always=True, default=window)
@@ -37,7 +37,7 @@ def _read(reader: ConfigReader, *, head_dim: int | None, window: int | None, eps
     return reader.build_spec(common, layers)
 
 
-def _temperature(reader: ConfigReader) -> tuple[float, float, float]:
+def read_temperature(reader: ConfigReader) -> tuple[float, float, float]:
     """Queries are scaled up at every multiple of the original context length."""
     key, given = reader.rope_group()
     slope, floor = given.get("llama_4_scaling_beta"), given.get("original_max_position_embeddings")

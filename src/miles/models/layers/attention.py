@@ -63,14 +63,14 @@ class Attention(nn.Module):
         self.output = Linear(queries, model.hidden_size, bias=spec.output_bias, **factory)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if spec.qk_norm in ("head", "all"):
-            sizes = (spec.head_dim, spec.head_dim) if spec.qk_norm == "head" else (queries, keys)
+        if spec.qk_norm in ("head", "all", "head_after_rope"):
+            sizes = (queries, keys) if spec.qk_norm == "all" else (spec.head_dim, spec.head_dim)
             norms = (RMSNorm(n, model.norm_eps, offset=model.norm_offset, **factory) for n in sizes)
             self.q_norm, self.k_norm = norms
         if spec.kv_source is not None:
             self.k_norm = None
         self.sinks = nn.Parameter(torch.empty(spec.num_heads, device=device, dtype=dtype)) if spec.sinks else None
-        # The fused kernel covers QK-norm per head and RoPE; nothing else may be between projection and attention.
+        # The fused kernel covers QK-norm per head and then RoPE; nothing else may be between projection and attention.
         is_plain = not (spec.gated or spec.value_norm or spec.value_from_key) and spec.temperature is None
         has_own_kv = spec.kv_source is None and not self._is_source
         self._fusable = is_plain and has_own_kv and spec.qk_norm in ("none", "head")
@@ -99,12 +99,15 @@ class Attention(nn.Module):
         gate_THd, qk_TNd, v_TGd = self._project(x_TD)
         if self.spec.value_norm:
             v_TGd = unit_rms_norm(v_TGd, self.eps, self.numerics)
-        qk_TNd = self._normalise(qk_TNd)
+        if self.spec.qk_norm in ("head", "all"):
+            qk_TNd = self._normalise(qk_TNd)
         rope = self.spec.rope
         if rope is not None:
             cos_sin = positions.cos_sin(rope, self.spec.head_dim)
             qk_TNd = apply_rotary(qk_TNd, cos_sin, interleaved=rope.interleaved, numerics=self.numerics)
-        if self.spec.qk_norm == "unit":
+        if self.spec.qk_norm == "head_after_rope":
+            qk_TNd = self._normalise(qk_TNd)
+        elif self.spec.qk_norm == "unit":
             qk_TNd = unit_rms_norm(qk_TNd, self.eps, self.numerics)
         q_THd, k_TGd = qk_TNd.split((self.spec.num_heads, self.spec.num_kv_heads), dim=1)
         if self.spec.temperature is not None:
@@ -202,8 +205,7 @@ class Attention(nn.Module):
         return gate_THd, torch.cat((q_THd, k_TGd), 1), v_TGd
 
     def _normalise(self, qk_TNd: Tensor) -> Tensor:
-        if self.q_norm is None or self.k_norm is None:
-            return qk_TNd
+        assert self.q_norm is not None and self.k_norm is not None
         num_q, num_k = self.spec.num_heads, self.spec.num_kv_heads
         if self.spec.qk_norm == "all":
             q_THd, k_TGd = qk_TNd.split((num_q, num_k), dim=1)

@@ -66,6 +66,8 @@ class MultiHeadLatentAttention(nn.Module):
         spec, rope = self.spec, self.spec.rope
         cos_sin = positions.cos_sin(rope, spec.rope_dim)
         q_THd, index = self._queries(x_TD, positions)
+        if spec.temperature is not None:
+            q_THd = (q_THd * positions.temperature(*spec.temperature)).to(q_THd.dtype)
         q_THn, q_THr = q_THd.split((spec.nope_dim, spec.rope_dim), dim=-1)
         q_THr = apply_rotary(q_THr, cos_sin, interleaved=rope.interleaved, numerics=self.numerics)
         latent_TK, k_Tr = self.kv_a(x_TD).split((spec.kv_rank, spec.rope_dim), dim=-1)

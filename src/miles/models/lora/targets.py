@@ -26,7 +26,15 @@ from miles.models.spec import DecoderSpec
 
 ALL = "all-linear"
 # Module of a layer -> the group name of its projections in --target-modules.
-_GROUPS = {"attention": "attn", "mla": "attn", "delta": "attn", "mamba": "attn", "mlp": "mlp", "moe": "mlp"}
+_GROUPS = {
+    "attention": "attn",
+    "mla": "attn",
+    "delta": "attn",
+    "mamba": "attn",
+    "short_conv": "attn",
+    "mlp": "mlp",
+    "moe": "mlp",
+}
 # The same for the vision tower, and its projectors.
 VISION = "vision"
 _VISION_GROUPS = {"attention": "vision.attn", "mlp": "vision.mlp"}
@@ -50,6 +58,7 @@ _MEGATRON_NAMES = {
     },
     "delta": {"qkvz": "in_proj", "output": "out_proj"},
     "mamba": {"input": "in_proj", "output": "out_proj"},
+    "short_conv": {"input": "in_proj", "output": "out_proj"},
     "mlp": _MEGATRON_MLP,
     "moe": _MEGATRON_MLP,
 }

@@ -30,6 +30,7 @@ from miles.models.spec import (
     MlaSpec,
     MlpSpec,
     MoeSpec,
+    ShortConvSpec,
 )
 
 __all__ = [
@@ -190,6 +191,8 @@ def _shard_mixer(mixer: Mixer | None, world: int) -> Mixer | None:
             return replace(mixer, key_heads=mixer.key_heads // world, value_heads=mixer.value_heads // world)
         case MambaSpec():
             return replace(mixer, num_heads=mixer.num_heads // world, groups=mixer.groups // world)
+        case ShortConvSpec():
+            return replace(mixer, channels=mixer.channels // world)
         case None:
             return None
 
@@ -224,6 +227,8 @@ def _check_mixer(mixer: Mixer | None, world: int) -> str | None:
             count, unit = mixer.key_heads, "key heads in its Gated DeltaNet"
         case MambaSpec():
             count, unit = mixer.groups, "groups in its Mamba-2 mixer"
+        case ShortConvSpec():
+            count, unit = mixer.channels, "channels in its short convolution"
         case None:
             return None
     if count % world:
@@ -343,6 +348,8 @@ def _mixer_shards(mixer: Mixer) -> TpShards:
             return _prefix("delta", _delta(mixer))
         case MambaSpec():
             return _prefix("mamba", _mamba(mixer))
+        case ShortConvSpec():
+            return _prefix("short_conv", _short_conv(mixer))
 
 
 def _ffn_shards(ffn: FeedForward) -> TpShards:
@@ -359,8 +366,8 @@ def _attention(spec: AttentionSpec) -> TpShards:
     own = () if spec.kv_source is not None else own
     out = _column_parallel("qkv", _row_shard(gated, *own), bias=spec.qkv_bias)
     out |= _row_parallel("output", queries, bias=spec.output_bias)
-    if spec.qk_norm in ("head", "all"):
-        each = spec.qk_norm == "head"
+    if spec.qk_norm in ("head", "all", "head_after_rope"):
+        each = spec.qk_norm != "all"
         out["q_norm.weight"] = _REPLICATED if each else _row_shard(queries)
         if spec.kv_source is None:
             out["k_norm.weight"] = _REPLICATED if each else _row_shard(keys)
@@ -420,6 +427,15 @@ def _mamba(spec: MambaSpec) -> TpShards:
     out |= {name: _row_shard(heads) for name in ("dt_bias", "A_log", "skip")}
     out["norm.weight"] = _row_shard(inner)
     return out | _row_parallel("output", inner, bias=spec.bias)
+
+
+def _short_conv(spec: ShortConvSpec) -> TpShards:
+    channels = ShardSegment(spec.channels)
+    out = _column_parallel("input", _row_shard(channels, channels, channels), bias=spec.bias)
+    out["conv"] = _row_shard(channels)
+    if spec.bias:
+        out["conv_bias"] = _row_shard(channels)
+    return out | _row_parallel("output", channels, bias=spec.bias)
 
 
 def _mlp(spec: MlpSpec) -> TpShards:

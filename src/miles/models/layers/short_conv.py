@@ -1,0 +1,57 @@
+"""Gated short convolution (LFM2): its past is the last few inputs of a causal convolution, not a list of tokens.
+
+Shapes: T tokens, D hidden, C convolved channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from miles.kernels.linear_attention.causal_conv1d import causal_conv1d
+from miles.kernels.numerics import Numerics
+from miles.models.layers.attention_backend import AttentionBackend
+from miles.models.layers.linear import Linear
+from miles.models.layers.recurrent_scan import scan_tokens
+from miles.models.layers.rope import Positions
+from miles.models.spec import DecoderSpec, ShortConvSpec
+
+
+class ShortConv(nn.Module):
+    """Project to two gates and an input, gate, convolve, gate again, project back."""
+
+    def __init__(
+        self,
+        spec: ShortConvSpec,
+        model: DecoderSpec,
+        layer: int,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        numerics: Numerics,
+    ) -> None:
+        super().__init__()
+        self.layer, self.spec = layer, spec
+        factory = {"device": device, "dtype": dtype}
+        layer_factory: dict[str, Any] = {**factory, "numerics": numerics}
+        self.input = Linear(model.hidden_size, 3 * spec.channels, bias=spec.bias, **layer_factory)
+        self.conv = nn.Parameter(torch.empty(spec.channels, 1, spec.kernel, **factory))
+        self.conv_bias = nn.Parameter(torch.empty(spec.channels, **factory)) if spec.bias else None
+        self.output = Linear(spec.channels, model.hidden_size, bias=spec.bias, **layer_factory)
+
+    def forward(self, x_TD: Tensor, positions: Positions, attn_backend: AttentionBackend) -> Tensor:
+        gate_in_TC, gate_out_TC, x_TC = self.input(x_TD).chunk(3, dim=-1)
+        y_TC = scan_tokens(attn_backend.recurrent_state(self.layer), self._scan, (gate_in_TC * x_TC,))
+        return self.output(gate_out_TC * y_TC)
+
+    def _scan(
+        self, inputs_T: Sequence[Tensor], lengths: Sequence[int], before: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """Convolve, from the convolution's last inputs."""
+        (x_TC,) = inputs_T
+        earlier = None if before is None else before[0]
+        y_TC, last = causal_conv1d(x_TC, self.conv.squeeze(1), self.conv_bias, lengths, earlier)
+        return y_TC, None if last is None else (last,)
