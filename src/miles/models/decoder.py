@@ -19,6 +19,7 @@ from miles.models.hidden_capture import HiddenCapture
 from miles.models.layers.attention import Attention
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.gated_deltanet import GatedDeltaNet
+from miles.models.layers.kimi_delta import KimiDeltaAttention
 from miles.models.layers.linear import Embedding, Linear
 from miles.models.layers.mamba import Mamba2
 from miles.models.layers.mla import MultiHeadLatentAttention
@@ -29,7 +30,16 @@ from miles.models.layers.per_layer_input import PerLayerEmbedding, PerLayerInput
 from miles.models.layers.rope import Positions
 from miles.models.lora.layout import plan_adapters
 from miles.models.quantization import QuantizedParam, plan_quantization
-from miles.models.spec import AttentionSpec, DecoderSpec, GatedDeltaNetSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec
+from miles.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    GatedDeltaNetSpec,
+    KimiDeltaSpec,
+    MambaSpec,
+    MlaSpec,
+    MlpSpec,
+    MoeSpec,
+)
 from miles.models.vision.inputs import VisionFeatures, VisionInputs
 from miles.models.vision.tower import VisionTower
 from miles.precision.formats import WeightFormat
@@ -50,6 +60,7 @@ MIXERS: Mapping[type, tuple[str, Callable[..., nn.Module]]] = {
     AttentionSpec: ("attention", Attention),
     MlaSpec: ("mla", MultiHeadLatentAttention),
     GatedDeltaNetSpec: ("delta", GatedDeltaNet),
+    KimiDeltaSpec: ("kda", KimiDeltaAttention),
     MambaSpec: ("mamba", Mamba2),
 }
 

@@ -37,7 +37,7 @@ MEGATRON_RECIPES: Mapping[str, str] = {
 
 _EXPERTS = re.compile(r"layers\.(\d+)\.moe\.(gate_up|up|down)")
 _LINEARS = re.compile(
-    r"layers\.(\d+)\.(attention\.(qkv|output)|mla\.(q|q_a|q_b|kv_a|output)|delta\.(qkvz|output)|mamba\.(input|output)"
+    r"layers\.(\d+)\.(attention\.(qkv|output)|mla\.(q|q_a|q_b|kv_a|output)|delta\.(qkvz|output)|kda\.(qkv|output)|mamba\.(input|output)"
     r"|mlp\.(gate_up|up|down)|moe\.shared\.(gate_up|up|down)|moe\.(into|outof))\.weight"
 )
 

@@ -135,6 +135,8 @@ class MlaSpec:
     """Multi-head latent attention: keys and values of all heads from one latent vector per token.
 
     ``rope_dim`` channels of a head are rotated, ``nope_dim`` are not. ``query_rank`` None projects queries directly.
+    ``rope`` None is a layer without position embedding, whose ``rope_dim`` channels of the key are still shared by all
+    heads.
     """
 
     num_heads: int
@@ -143,11 +145,15 @@ class MlaSpec:
     nope_dim: int
     rope_dim: int
     value_dim: int
-    rope: RopeSpec
+    rope: RopeSpec | None
     scale: float
     bias: bool = False
     norm_eps: float = 1e-6
     indexer: IndexerSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.rope is None and self.indexer is not None:
+            raise ValueError("a DSA indexer needs the RoPE of its layer")
 
     @property
     def head_dim(self) -> int:
@@ -168,6 +174,18 @@ class GatedDeltaNetSpec:
     value_dim: int
     kernel: int
     fused: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KimiDeltaSpec:
+    """Kimi Delta Attention (KDA): one state matrix per head, whose rows each decay by a factor of their own.
+
+    Decays and output gates come from projections of rank ``head_dim``.
+    """
+
+    num_heads: int
+    head_dim: int
+    kernel: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +262,7 @@ class MoeSpec:
 
 # -- the decoder ----------------------------------------------------------------------------
 
-Mixer = AttentionSpec | MlaSpec | GatedDeltaNetSpec | MambaSpec
+Mixer = AttentionSpec | MlaSpec | GatedDeltaNetSpec | KimiDeltaSpec | MambaSpec
 FeedForward = MlpSpec | MoeSpec
 
 
@@ -363,4 +381,4 @@ class DecoderSpec:
     @property
     def recurrent(self) -> bool:
         """Whether a layer has a recurrent state, which rules out prefix sharing by page."""
-        return any(isinstance(layer.mixer, GatedDeltaNetSpec | MambaSpec) for layer in self.layers)
+        return any(isinstance(layer.mixer, GatedDeltaNetSpec | KimiDeltaSpec | MambaSpec) for layer in self.layers)

@@ -39,7 +39,16 @@ from miles.models.checkpoint.safetensors_io import config_dtype, read_config, re
 from miles.models.families import spec_from_config
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.resolve import resolve_spec
-from miles.models.spec import AttentionSpec, DecoderSpec, GatedDeltaNetSpec, LayerSpec, MambaSpec, MlaSpec, MoeSpec
+from miles.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    GatedDeltaNetSpec,
+    KimiDeltaSpec,
+    LayerSpec,
+    MambaSpec,
+    MlaSpec,
+    MoeSpec,
+)
 
 # Common GPU memory sizes in GB; a tenth of each is left for the driver and fragmentation.
 GPU_SIZES = (24, 80, 141, 192)
@@ -213,6 +222,8 @@ def _describe_layer(layer: LayerSpec) -> str:
             mixer = "sparse MLA"
         case GatedDeltaNetSpec():
             mixer = "gated DeltaNet"
+        case KimiDeltaSpec():
+            mixer = "Kimi Delta Attention"
         case MambaSpec():
             mixer = "Mamba-2"
         case None:

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 
 from miles.models.lora.targets import LoraSpec
 from miles.models.quantization import find_quantized_layer
-from miles.models.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec
+from miles.models.spec import (
+    AttentionSpec,
+    GatedDeltaNetSpec,
+    KimiDeltaSpec,
+    LayerSpec,
+    MambaSpec,
+    Mixer,
+    MlaSpec,
+    MlpSpec,
+    MoeSpec,
+)
 from miles.precision.formats import QuantizationSpec
 
 __all__ = ["LayerAdapters", "LinearInput", "list_linear_inputs", "saved_input_bytes"]
@@ -74,32 +84,41 @@ class LayerAdapters:
 
 def list_linear_inputs(layer: LayerSpec, width: int) -> Iterator[LinearInput]:
     """List the inputs of a layer's linear layers and experts, each once."""
-    match layer.mixer:
-        case AttentionSpec() as mixer:
-            yield LinearInput(("attention.qkv",), width)
-            queries = mixer.num_heads * mixer.head_dim
-            yield LinearInput(("attention.output",), queries, is_saved=not mixer.gated)
-        case MlaSpec() as mixer:
-            first = "mla.q" if mixer.query_rank is None else "mla.q_a"
-            yield LinearInput((first, "mla.kv_a"), width)
-            if mixer.query_rank is not None:
-                yield LinearInput(("mla.q_b",), mixer.query_rank)
-            yield LinearInput(("mla.kv_b",), mixer.kv_rank)
-            yield LinearInput(("mla.output",), mixer.num_heads * mixer.value_dim)
-        case GatedDeltaNetSpec() as mixer:
-            yield LinearInput(("delta.qkvz", "delta.ba"), width)
-            yield LinearInput(("delta.output",), mixer.value_heads * mixer.value_dim)
-        case MambaSpec() as mixer:
-            yield LinearInput(("mamba.input",), width)
-            yield LinearInput(("mamba.output",), mixer.num_heads * mixer.head_dim)
-        case None:
-            pass
+    yield from _list_mixer_inputs(layer.mixer, width)
     match layer.ffn:
         case MlpSpec() as ffn:
             yield LinearInput(("mlp.gate_up" if ffn.gated else "mlp.up",), width)
             yield LinearInput(("mlp.down",), ffn.size)
         case MoeSpec() as ffn:
             yield from _list_moe_inputs(ffn, width)
+        case None:
+            pass
+
+
+def _list_mixer_inputs(mixer: Mixer | None, width: int) -> Iterator[LinearInput]:
+    match mixer:
+        case AttentionSpec():
+            yield LinearInput(("attention.qkv",), width)
+            queries = mixer.num_heads * mixer.head_dim
+            yield LinearInput(("attention.output",), queries, is_saved=not mixer.gated)
+        case MlaSpec():
+            first = "mla.q" if mixer.query_rank is None else "mla.q_a"
+            yield LinearInput((first, "mla.kv_a"), width)
+            if mixer.query_rank is not None:
+                yield LinearInput(("mla.q_b",), mixer.query_rank)
+            yield LinearInput(("mla.kv_b",), mixer.kv_rank)
+            yield LinearInput(("mla.output",), mixer.num_heads * mixer.value_dim)
+        case GatedDeltaNetSpec():
+            yield LinearInput(("delta.qkvz", "delta.ba"), width)
+            yield LinearInput(("delta.output",), mixer.value_heads * mixer.value_dim)
+        case KimiDeltaSpec():
+            yield LinearInput(("kda.qkv", "kda.f_a", "kda.b", "kda.g_a"), width)
+            yield LinearInput(("kda.f_b",), mixer.head_dim)
+            yield LinearInput(("kda.g_b",), mixer.head_dim)
+            yield LinearInput(("kda.output",), mixer.num_heads * mixer.head_dim)
+        case MambaSpec():
+            yield LinearInput(("mamba.input",), width)
+            yield LinearInput(("mamba.output",), mixer.num_heads * mixer.head_dim)
         case None:
             pass
 

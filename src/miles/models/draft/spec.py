@@ -12,6 +12,7 @@ from miles.models.spec import (
     AttentionSpec,
     DecoderSpec,
     GatedDeltaNetSpec,
+    KimiDeltaSpec,
     LayerSpec,
     MambaSpec,
     MlaSpec,
@@ -83,7 +84,8 @@ def find_mtp_layout(policy: DecoderSpec) -> MtpLayout | None:
 def build_mtp_spec(policy: DecoderSpec, layout: MtpLayout, count: int = 1) -> DraftSpec:
     """Build the spec of ``count`` MTP layers: the policy's last layer, with its last mixer that is not recurrent."""
     assert count >= 1
-    mixers = [each.mixer for each in policy.layers if not isinstance(each.mixer, GatedDeltaNetSpec | MambaSpec)]
+    recurrent = GatedDeltaNetSpec | KimiDeltaSpec | MambaSpec
+    mixers = [each.mixer for each in policy.layers if not isinstance(each.mixer, recurrent)]
     last = replace(policy.layers[-1], mixer=mixers[-1])
     if isinstance(last.mixer, MlaSpec) and last.mixer.indexer is not None:
         last = replace(last, mixer=replace(last.mixer, indexer=replace(last.mixer.indexer, source=None)))
