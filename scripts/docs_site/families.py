@@ -103,11 +103,13 @@ PAGES = (
     FamilyPage(
         file="kimi",
         title="Kimi and Moonlight",
-        families=("kimi_k2", "kimi_k25"),
+        families=("kimi_k2", "kimi_k25", "kimi_linear"),
         start="moonshotai/Moonlight-16B-A3B-Instruct",
         known="Kimi",
         notes=(
             "Kimi-K2 and Moonlight are DeepSeek-V3's architecture, so what [its page](deepseek.md) says holds here.",
+            "Three of four layers of Kimi-Linear are Kimi Delta Attention, the others latent attention without "
+            "positions: a sequence has a state of fixed size beside a small KV cache. " + HYBRID,
             "Moonlight is the size to try a recipe with before K2.",
             IMAGES + " This holds for K2.5 and K2.6; their videos are refused. The processor needs "
             "`pip install 'miles-rl[vision]'`.",

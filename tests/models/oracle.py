@@ -18,6 +18,7 @@ from miles.kernels.fused.lm_head import compute_logits
 from miles.models.checkpoint import param_map
 from miles.models.decoder import Decoder, Routing
 from miles.models.families import spec_from_config
+from miles.models.families.registry import find_family
 
 _FILES = sorted(file.stem for file in (Path(__file__).parent / "small_families").glob("*.py") if file.stem != "small")
 KINDS: dict[str, Kind] = {
@@ -60,6 +61,8 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def assemble(spec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our tensors out of ``saved`` ones (or ``gradients``), by the names table."""
+    published_name = find_family(spec.family).published_name
+    tensors = {published_name(name): tensor for name, tensor in tensors.items()}
     ours = {}
     for name, pieces in param_map.build_param_map(spec).items():
         ours[name] = torch.zeros(param_map.param_shape(pieces))

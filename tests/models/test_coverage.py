@@ -47,6 +47,7 @@ from miles.models.spec import (
     AttentionSpec,
     DecoderSpec,
     GatedDeltaNetSpec,
+    KimiDeltaSpec,
     LayerSpec,
     MambaSpec,
     MlaSpec,
@@ -63,6 +64,12 @@ RAGGED = (7, 1, 30, 3, 12, 12, 90)
 SAME = {
     "kimi_k2": "deepseek_v3",
     "mimo": "qwen2",
+}
+RECURRENT = {
+    GatedDeltaNetSpec: "gated delta network",
+    KimiDeltaSpec: "Kimi delta attention",
+    MambaSpec: "Mamba-2",
+    ShortConvSpec: "short convolution",
 }
 ERROR = re.compile(r"\b\de-\d\d\b")
 FAMILY_HEAD = ("| `architectures` | models | made of | images | prefix cache | routing |", "|---|---|---|---|---|---|")
@@ -110,11 +117,10 @@ def made_of(layer: LayerSpec) -> Iterator[str]:
     elif isinstance(mixer, MlaSpec):
         yield "latent attention"
         yield from ("indexer",) if mixer.indexer is not None else ()
-        yield from (mixer.rope.kind,) if mixer.rope.kind != "default" else ()
-    elif isinstance(mixer, ShortConvSpec):
-        yield "short convolution"
-    elif isinstance(mixer, GatedDeltaNetSpec | MambaSpec):
-        yield "gated delta network" if isinstance(mixer, GatedDeltaNetSpec) else "Mamba-2"
+        kind = "no positions" if mixer.rope is None else mixer.rope.kind
+        yield from (kind,) if kind != "default" else ()
+    elif mixer is not None:
+        yield RECURRENT[type(mixer)]
     if isinstance(ffn, MoeSpec):
         yield f"{ffn.score} experts"
         named = {"expert groups": ffn.groups > 1, "correction bias": ffn.correction, "shared expert": ffn.shared}

@@ -31,6 +31,7 @@ MECHANISMS = [
     "llama 4",
     "hybrid qwen3 next",
     "hybrid nemotron h",
+    "hybrid kimi linear",
 ]
 
 

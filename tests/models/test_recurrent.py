@@ -26,12 +26,22 @@ from transformers import (
 from miles.core.errors import UsageError
 from miles.kernels.numerics import FAST
 from miles.models.accounting import params
+from miles.models.accounting.known_models import load_known_models
 from miles.models.accounting.kv_cache import PerSequenceState, cache_layout
 from miles.models.checkpoint import hf, safetensors_io
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
 from miles.models.layers.rope import Positions
-from miles.models.spec import AttentionSpec, GatedDeltaNetSpec, MambaSpec, MlpSpec, MoeSpec, ShortConvSpec
+from miles.models.spec import (
+    AttentionSpec,
+    GatedDeltaNetSpec,
+    KimiDeltaSpec,
+    MambaSpec,
+    MlaSpec,
+    MlpSpec,
+    MoeSpec,
+    ShortConvSpec,
+)
 
 MINE = [kind for kind in KINDS if kind.startswith("hybrid")]
 RAGGED = (7, 1, 30, 3, 12, 12, 90)
@@ -65,12 +75,13 @@ def mixer_of(kind, dtype=torch.float64):
     return module, tuple(state)
 
 
-RECURRENT = {GatedDeltaNetSpec: "delta", MambaSpec: "mamba", ShortConvSpec: "short_conv"}
+RECURRENT = {GatedDeltaNetSpec: "delta", KimiDeltaSpec: "kda", MambaSpec: "mamba", ShortConvSpec: "short_conv"}
 MIXED = [
     "hybrid qwen3 next",
     "hybrid qwen3.5",
     "hybrid nemotron h",
     "hybrid nemotron 3",
+    "hybrid kimi linear",
     "lfm2 untied with biases, longer convolution",
     "lfm2 moe",
 ]
@@ -297,6 +308,7 @@ NEMOTRON_3_NANO = {
 
 
 SMALL_LFM2 = SMALL | LFM2_MOE | {"architectures": ["Lfm2MoeForCausalLM"]}
+KIMI_LINEAR_48B = load_known_models()["Kimi-Linear-48B-A3B-Instruct"]
 
 
 def test_qwen3_next_80b_has_the_size_it_is_known_by():
@@ -324,6 +336,23 @@ def test_nemotron_3_nano_has_the_size_it_is_known_by():
     assert [kinds.count(kind) for kind in (MambaSpec, MoeSpec, AttentionSpec, MlpSpec)] == [23, 23, 6, 0]
     assert round(params.parameter_count(spec) / 1e9, 1) == 31.6
     assert spec.layers[0].mixer.step_limit == (0.0, float("inf"))
+
+
+def test_kimi_linear_48b_has_the_size_it_is_known_by():
+    spec = spec_from_config(KIMI_LINEAR_48B)
+    assert [i for i, layer in enumerate(spec.layers) if isinstance(layer.mixer, MlaSpec)] == [3, 7, 11, 15, 19, 23, 26]
+    assert spec.layers[0].mixer == KimiDeltaSpec(num_heads=32, head_dim=128, kernel=4)
+    assert [type(layer.ffn) for layer in spec.layers] == [MlpSpec] + 26 * [MoeSpec]
+    assert spec.max_positions == 1048576
+    assert round(params.parameter_count(spec) / 1e9, 1) == 49.1
+
+
+def test_kimi_linear_layers_are_read_from_the_numbers_of_the_published_config_or_from_a_list():
+    published = spec_from_config(KIMI_LINEAR_48B)
+    linear = KIMI_LINEAR_48B["linear_attn_config"]
+    kinds = ["linear_attention" if i in linear["kda_layers"] else "full_attention" for i in range(1, 28)]
+    flat = {key: value for key, value in KIMI_LINEAR_48B.items() if key != "linear_attn_config"}
+    assert spec_from_config(flat | {"layer_types": kinds}) == published
 
 
 def test_positions_of_pictures_do_not_change_the_rotation_of_text():
@@ -385,11 +414,22 @@ def test_steps_are_no_shorter_than_the_config_allows():
         (SMALL_LFM2, "layer_types", ["conv", "mamba", "conv"]),
         (SMALL_LFM2, "num_experts_per_tok", 7),
         (SMALL_LFM2, "conv_L_cache", 0),
+        (KIMI_LINEAR_48B, "mla_use_nope", False),
+        (KIMI_LINEAR_48B, "mla_use_output_gate", True),
+        (KIMI_LINEAR_48B, "num_nextn_predict_layers", 1),
+        (KIMI_LINEAR_48B, "layer_types", ["mystery"] * 27),
+        (KIMI_LINEAR_48B, "linear_attn_config", {"full_attn_layers": [1], "kda_layers": [2]}),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_its_key(base, key, value):
     with pytest.raises(UsageError, match=rf"^{key} of config\.json"):
         spec_from_config(base | {key: value})
+
+
+def test_a_variant_of_kimi_delta_attention_that_is_not_implemented_is_refused():
+    linear = KIMI_LINEAR_48B["linear_attn_config"] | {"use_full_rank_gate": True}
+    with pytest.raises(UsageError, match=r"^linear_attn_config\.use_full_rank_gate of config\.json is True"):
+        spec_from_config(KIMI_LINEAR_48B | {"linear_attn_config": linear})
 
 
 def test_defaults_left_out_of_a_config_are_those_of_transformers():

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from miles.core.errors import UsageError
 from miles.models.parallel import tp_sharding as shard
-from miles.models.spec import DecoderSpec, GatedDeltaNetSpec, MambaSpec, MlaSpec, ShortConvSpec
+from miles.models.spec import DecoderSpec, MlaSpec, RecurrentMixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def _find_context_problem(spec: DecoderSpec) -> str | None:
     """Why sequences of this model cannot be split over ranks."""
     for i, layer in enumerate(spec.layers):
         match layer.mixer:
-            case GatedDeltaNetSpec() | MambaSpec() | ShortConvSpec():
+            case mixer if isinstance(mixer, RecurrentMixer):
                 return f"layer {i} has a recurrent state"
             case MlaSpec() if layer.mixer.indexer is not None:
                 return f"layer {i} selects tokens among all preceding ones (sparse attention)"

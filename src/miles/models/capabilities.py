@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from miles.models.hf_adapter.spec import HfAdapterSpec
-from miles.models.spec import AttentionSpec, DecoderSpec, GatedDeltaNetSpec, MambaSpec, Mixer, MlaSpec, ShortConvSpec
+from miles.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    GatedDeltaNetSpec,
+    KimiDeltaSpec,
+    MambaSpec,
+    Mixer,
+    MlaSpec,
+    ShortConvSpec,
+)
 
 # Channels of a head that the batch-invariant Triton kernels of softmax attention take at most.
 MAX_HEAD_DIM = 256
@@ -19,7 +28,7 @@ def check_batch_invariance(spec: DecoderSpec) -> str | None:
 
 def _check_mixer(mixer: Mixer | None) -> str | None:
     match mixer:
-        case GatedDeltaNetSpec() | MambaSpec():
+        case GatedDeltaNetSpec() | KimiDeltaSpec() | MambaSpec():
             return "is recurrent, and decoding step by step rounds its state differently than a whole sequence"
         case ShortConvSpec():
             return "is a short convolution, and batch-invariant attention backends keep no state of earlier tokens"

@@ -19,6 +19,7 @@ from miles.models.hidden_capture import HiddenCapture
 from miles.models.layers.attention import Attention
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.gated_deltanet import GatedDeltaNet
+from miles.models.layers.kimi_delta import KimiDeltaAttention
 from miles.models.layers.linear import Embedding, Linear
 from miles.models.layers.mamba import Mamba2
 from miles.models.layers.mla import MultiHeadLatentAttention
@@ -34,6 +35,7 @@ from miles.models.spec import (
     AttentionSpec,
     DecoderSpec,
     GatedDeltaNetSpec,
+    KimiDeltaSpec,
     MambaSpec,
     MlaSpec,
     MlpSpec,
@@ -60,6 +62,7 @@ MIXERS: Mapping[type, tuple[str, Callable[..., nn.Module]]] = {
     AttentionSpec: ("attention", Attention),
     MlaSpec: ("mla", MultiHeadLatentAttention),
     GatedDeltaNetSpec: ("delta", GatedDeltaNet),
+    KimiDeltaSpec: ("kda", KimiDeltaAttention),
     MambaSpec: ("mamba", Mamba2),
     ShortConvSpec: ("short_conv", ShortConv),
 }

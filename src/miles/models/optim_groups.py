@@ -17,6 +17,7 @@ from miles.models.spec import (
     AttentionSpec,
     DecoderSpec,
     GatedDeltaNetSpec,
+    KimiDeltaSpec,
     LayerSpec,
     MambaSpec,
     MlpSpec,
@@ -28,7 +29,14 @@ from miles.models.spec import (
 Rows = tuple[int, int, int]
 
 # Their outputs select, gate or scale: few rows, each with a meaning of its own.
-_NARROW = ("router.weight", "delta.ba.weight", "shared_gate.weight", "indexer.weights_proj.weight")
+_NARROW = (
+    "router.weight",
+    "delta.ba.weight",
+    "kda.b.weight",
+    "kda.A_log",
+    "shared_gate.weight",
+    "indexer.weights_proj.weight",
+)
 
 _VISION = "vision."
 # Modules of the vision tower that map its output to the decoder's embeddings.
@@ -110,6 +118,8 @@ def _split_fused(layer: LayerSpec, name: str) -> tuple[Rows, ...] | None:
         case ["delta", "qkvz"], GatedDeltaNetSpec(fused=False) as mixer, _:
             keys, values = mixer.key_heads * mixer.key_dim, mixer.value_heads * mixer.value_dim
             return _consecutive(keys, keys, values, values)
+        case ["kda", "qkv"], KimiDeltaSpec() as mixer, _:
+            return _consecutive(*3 * (mixer.num_heads * mixer.head_dim,))
         case ["mamba", "input"], MambaSpec() as mixer, _:
             inner, state = mixer.num_heads * mixer.head_dim, mixer.groups * mixer.state_dim
             return _consecutive(inner, inner, state, state, mixer.num_heads)

@@ -136,6 +136,8 @@ class MlaSpec:
 
     ``rope_dim`` channels of a head are rotated, ``nope_dim`` are not. ``query_rank`` None projects queries directly.
     ``temperature`` scales queries with their position, as in ``AttentionSpec``.
+    ``rope`` None is a layer without position embedding, whose ``rope_dim`` channels of the key are still shared by all
+    heads.
     """
 
     num_heads: int
@@ -144,12 +146,16 @@ class MlaSpec:
     nope_dim: int
     rope_dim: int
     value_dim: int
-    rope: RopeSpec
+    rope: RopeSpec | None
     scale: float
     bias: bool = False
     norm_eps: float = 1e-6
     indexer: IndexerSpec | None = None
     temperature: tuple[float, float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rope is None and self.indexer is not None:
+            raise ValueError("a DSA indexer needs the RoPE of its layer")
 
     @property
     def head_dim(self) -> int:
@@ -170,6 +176,18 @@ class GatedDeltaNetSpec:
     value_dim: int
     kernel: int
     fused: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KimiDeltaSpec:
+    """Kimi Delta Attention (KDA): one state matrix per head, whose rows each decay by a factor of their own.
+
+    Decays and output gates come from projections of rank ``head_dim``.
+    """
+
+    num_heads: int
+    head_dim: int
+    kernel: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +275,7 @@ class MoeSpec:
 
 # -- the decoder ----------------------------------------------------------------------------
 
-RecurrentMixer = GatedDeltaNetSpec | MambaSpec | ShortConvSpec
+RecurrentMixer = GatedDeltaNetSpec | KimiDeltaSpec | MambaSpec | ShortConvSpec
 Mixer = AttentionSpec | MlaSpec | RecurrentMixer
 FeedForward = MlpSpec | MoeSpec
 

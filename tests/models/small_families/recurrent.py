@@ -1,7 +1,9 @@
-"""Qwen3-Next, Qwen3.5, Nemotron-H and LFM2: layers whose past is a state."""
+"""Qwen3-Next, Qwen3.5, Nemotron-H, Kimi-Linear and LFM2: layers whose past is a state."""
 
 from tests.models.small_families.small import Kind
 from transformers import (
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
@@ -67,6 +69,26 @@ LFM2_MOE = LFM2 | {
     "moe_intermediate_size": 12,
     "num_experts": 6,
     "num_experts_per_tok": 2,
+}
+# Sizes all different, so that none can stand in for another.
+KIMI = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 18,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "experts_implementation": "eager",
+    "moe_intermediate_size": 12,
+    "num_local_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "linear_head_dim": 7,
+    "linear_num_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
 }
 
 KINDS = {
@@ -148,5 +170,19 @@ KINDS = {
         Lfm2MoeForCausalLM,
         Lfm2MoeConfig,
         LFM2_MOE | {"conv_bias": True, "use_expert_bias": False, "norm_topk_prob": False},
+    ),
+    "hybrid kimi linear": Kind(KimiLinearForCausalLM, KimiLinearConfig, KIMI),
+    "hybrid kimi linear query latent, in groups": Kind(
+        KimiLinearForCausalLM,
+        KimiLinearConfig,
+        KIMI
+        | {
+            "q_lora_rank": 14,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "linear_conv_kernel_dim": 3,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
     ),
 }

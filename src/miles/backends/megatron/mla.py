@@ -49,6 +49,7 @@ class PackedMLASelfAttention(MLASelfAttention):
         """Return queries, keys and values of this rank's heads, and the latents they come from."""
         assert packed_seq_params is not None and inference_context is None and inference_params is None
         spec, rope = self.spec, self.spec.rope
+        assert rope is not None
         cos_sin = packed_seq_params.positions.cos_sin(rope, spec.rope_dim)
         query_s1R = self._query_latent(hidden_states)
         latent_s1K, k_t1r = self._kv_latent(hidden_states)

@@ -35,6 +35,8 @@ def _unsupported_part(layer: LayerSpec, spec: DecoderSpec) -> str | None:
     if isinstance(mixer, MlaSpec):
         if mixer.indexer is not None or mixer.bias or mixer.norm_eps != spec.norm_eps or mixer.temperature is not None:
             return "MLA with an indexer, biases, its own norm epsilon or query temperature"
+        if mixer.rope is None:
+            return "MLA without RoPE"
     elif not isinstance(mixer, AttentionSpec):
         return "a mixer other than attention"
     elif mixer.qk_norm not in ("none", "head"):

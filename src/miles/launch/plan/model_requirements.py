@@ -43,10 +43,12 @@ from miles.models.spec import (
     AttentionSpec,
     DecoderSpec,
     GatedDeltaNetSpec,
+    KimiDeltaSpec,
     LayerSpec,
     MambaSpec,
     MlaSpec,
     MoeSpec,
+    RecurrentMixer,
     ShortConvSpec,
 )
 
@@ -210,6 +212,14 @@ def _count_gpus(shared: int, each: int, gpu_size: int) -> int:
     return ceil(shared / free) if free > 0 else 0
 
 
+_RECURRENT: Mapping[type[RecurrentMixer], str] = {
+    GatedDeltaNetSpec: "gated DeltaNet",
+    KimiDeltaSpec: "Kimi Delta Attention",
+    MambaSpec: "Mamba-2",
+    ShortConvSpec: "short convolution",
+}
+
+
 def _describe_layer(layer: LayerSpec) -> str:
     match layer.mixer:
         case AttentionSpec(window=None, chunk=None):
@@ -220,14 +230,10 @@ def _describe_layer(layer: LayerSpec) -> str:
             mixer = "MLA"
         case MlaSpec():
             mixer = "sparse MLA"
-        case GatedDeltaNetSpec():
-            mixer = "gated DeltaNet"
-        case MambaSpec():
-            mixer = "Mamba-2"
-        case ShortConvSpec():
-            mixer = "short convolution"
         case None:
             mixer = ""
+        case recurrent:
+            mixer = _RECURRENT[type(recurrent)]
     if isinstance(layer.ffn, MoeSpec):
         ffn = f"{layer.ffn.experts_per_token} of {layer.ffn.num_experts} experts"
     else:

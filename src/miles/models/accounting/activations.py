@@ -24,6 +24,7 @@ from miles.models.spec import (
     AttentionSpec,
     DecoderSpec,
     GatedDeltaNetSpec,
+    KimiDeltaSpec,
     LayerSpec,
     MambaSpec,
     Mixer,
@@ -126,6 +127,13 @@ class _SavedBytes:
         wide = channels + 2 * keys + chunk + states + 3 * values
         return self.numbers(3 * channels + 2 * values) + 4.0 * wide
 
+    def kda(self, spec: KimiDeltaSpec) -> float:
+        """Projections and convolution in the model's precision; the chunked recurrence in float32 and float64."""
+        heads, inner = spec.num_heads, spec.num_heads * spec.head_dim
+        states = 2 * inner * spec.head_dim / CHUNK
+        wide = 25 * inner + (3 * CHUNK + 4) * heads + states
+        return self.numbers(10 * inner + 2 * spec.head_dim) + 4.0 * wide
+
     def mamba(self, spec: MambaSpec) -> float:
         """Likewise for the SSD scan."""
         heads = spec.num_heads
@@ -176,6 +184,8 @@ class _SavedBytes:
                     total += self.mla(layer.mixer)
                 case GatedDeltaNetSpec():
                     total += self.delta(layer.mixer)
+                case KimiDeltaSpec():
+                    total += self.kda(layer.mixer)
                 case MambaSpec():
                     total += self.mamba(layer.mixer)
                 case ShortConvSpec():
@@ -258,6 +268,9 @@ def _mixer_outputs(mixer: Mixer | None, width: int) -> _Outputs:
         case GatedDeltaNetSpec():
             projected = mixer.key_heads * mixer.key_dim + mixer.value_heads * (mixer.value_dim + 1)
             return _Outputs(linear=2 * projected + width)
+        case KimiDeltaSpec():
+            inner = mixer.num_heads * mixer.head_dim
+            return _Outputs(linear=5 * inner + 2 * mixer.head_dim + mixer.num_heads + width)
         case MambaSpec():
             projected = mixer.num_heads * mixer.head_dim + mixer.groups * mixer.state_dim
             return _Outputs(linear=2 * projected + mixer.num_heads + width)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from miles.kernels.numerics import Numerics
-from miles.models.spec import AttentionSpec, GatedDeltaNetSpec, MambaSpec, Mixer, MlaSpec, ShortConvSpec
+from miles.models.spec import (
+    AttentionSpec,
+    GatedDeltaNetSpec,
+    KimiDeltaSpec,
+    MambaSpec,
+    Mixer,
+    MlaSpec,
+    ShortConvSpec,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +74,10 @@ def cache_layout(mixer: Mixer | None, numerics: Numerics) -> PerTokenCache | Per
         case GatedDeltaNetSpec():
             channels = 2 * mixer.key_heads * mixer.key_dim + mixer.value_heads * mixer.value_dim
             state = (mixer.value_heads, mixer.key_dim, mixer.value_dim)
+            return PerSequenceState(shapes=((channels, mixer.kernel - 1), state), wide=(False, True))
+        case KimiDeltaSpec():
+            channels = 3 * mixer.num_heads * mixer.head_dim
+            state = (mixer.num_heads, mixer.head_dim, mixer.head_dim)
             return PerSequenceState(shapes=((channels, mixer.kernel - 1), state), wide=(False, True))
         case MambaSpec():
             channels = mixer.num_heads * mixer.head_dim + 2 * mixer.groups * mixer.state_dim

@@ -15,6 +15,7 @@ from miles.models.quantization import find_quantized_layer
 from miles.models.spec import (
     AttentionSpec,
     GatedDeltaNetSpec,
+    KimiDeltaSpec,
     LayerSpec,
     MambaSpec,
     Mixer,
@@ -111,6 +112,11 @@ def _list_mixer_inputs(mixer: Mixer | None, width: int) -> Iterator[LinearInput]
         case GatedDeltaNetSpec():
             yield LinearInput(("delta.qkvz", "delta.ba"), width)
             yield LinearInput(("delta.output",), mixer.value_heads * mixer.value_dim)
+        case KimiDeltaSpec():
+            yield LinearInput(("kda.qkv", "kda.f_a", "kda.b", "kda.g_a"), width)
+            yield LinearInput(("kda.f_b",), mixer.head_dim)
+            yield LinearInput(("kda.g_b",), mixer.head_dim)
+            yield LinearInput(("kda.output",), mixer.num_heads * mixer.head_dim)
         case MambaSpec():
             yield LinearInput(("mamba.input",), width)
             yield LinearInput(("mamba.output",), mixer.num_heads * mixer.head_dim)

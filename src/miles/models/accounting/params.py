@@ -21,6 +21,7 @@ from miles.models.spec import (
     AttentionSpec,
     DecoderSpec,
     GatedDeltaNetSpec,
+    KimiDeltaSpec,
     LayerSpec,
     MambaSpec,
     Mixer,
@@ -371,6 +372,10 @@ def _mixer_flops(mixer: Mixer | None, context: float) -> float:
         case GatedDeltaNetSpec():
             within = 4.0 * mixer.key_heads * mixer.key_dim + 2.0 * mixer.value_heads * mixer.value_dim
             return 6.0 * mixer.value_heads * mixer.key_dim * mixer.value_dim + within * CHUNK
+        case KimiDeltaSpec():
+            inner = mixer.num_heads * mixer.head_dim
+            # Scores are computed twice, without most of the sub-blocks above the diagonal, and read once.
+            return 6.0 * inner * mixer.head_dim + 4.5 * inner * CHUNK
         case MambaSpec():
             within = 2.0 * (mixer.groups * mixer.state_dim + mixer.num_heads * mixer.head_dim)
             return 4.0 * mixer.num_heads * mixer.head_dim * mixer.state_dim + within * CHUNK

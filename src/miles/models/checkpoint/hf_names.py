@@ -13,6 +13,7 @@ from miles.models.spec import (
     AttentionSpec,
     GatedDeltaNetSpec,
     IndexerSpec,
+    KimiDeltaSpec,
     MambaSpec,
     MlaSpec,
     MlpSpec,
@@ -41,6 +42,7 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "attention": "self_attn",
         "mla": "self_attn",
         "delta": "linear_attn",
+        "kda": "self_attn",
         "mamba": "mixer",
         "short_conv": "conv",
         "q": "q_proj",
@@ -67,6 +69,15 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "delta_z": "in_proj_z",
         "delta_b": "in_proj_b",
         "delta_a": "in_proj_a",
+        "kda_f_a": "f_a_proj",
+        "kda_f_b": "f_b_proj",
+        "kda_b": "b_proj",
+        "kda_g_a": "g_a_proj",
+        "kda_g_b": "g_b_proj",
+        "kda_q_conv": "q_conv1d",
+        "kda_k_conv": "k_conv1d",
+        "kda_v_conv": "v_conv1d",
+        "kda_norm": "o_norm",
         "mamba_in": "in_proj",
         "short_conv_in": "in_proj",
         "conv": "conv1d",
@@ -167,6 +178,25 @@ def map_gated_deltanet(spec: GatedDeltaNetSpec, width: int, module: ModuleNames)
     params |= module.tensor("A_log", "a_log", (heads,), suffix="")
     params |= module.tensor("norm.weight", "gated_norm", (spec.value_dim,))
     return params | module.linear("output", {"recurrent_out": width}, values, bias=False)
+
+
+def map_kimi_delta(spec: KimiDeltaSpec, width: int, module: ModuleNames) -> ParamMap:
+    """Kimi Delta Attention: queries, keys and values in one projection and one convolution, the rest as stored."""
+    heads, low = spec.num_heads, spec.head_dim
+    inner = heads * low
+    params = module.linear("qkv", {"q": inner, "k": inner, "v": inner}, width, bias=False)
+    convolved = ("kda_q_conv", "kda_k_conv", "kda_v_conv")
+    kernels = concat_slices(*((module.hf_name(key), (inner, 1, spec.kernel)) for key in convolved))
+    params[f"{module.prefix}.conv"] = kernels
+    params |= module.linear("f_a", {"kda_f_a": low}, width, bias=False)
+    params |= module.linear("f_b", {"kda_f_b": inner}, low, bias=False)
+    params |= module.tensor("dt_bias", "dt_bias", (inner,), suffix="")
+    params |= module.tensor("A_log", "a_log", (1, 1, heads, 1), suffix="")
+    params |= module.linear("b", {"kda_b": heads}, width, bias=False)
+    params |= module.linear("g_a", {"kda_g_a": low}, width, bias=False)
+    params |= module.linear("g_b", {"kda_g_b": inner}, low, bias=False)
+    params |= module.tensor("norm.weight", "kda_norm", (low,))
+    return params | module.linear("output", {"o": width}, inner, bias=False)
 
 
 def map_mamba(spec: MambaSpec, width: int, module: ModuleNames) -> ParamMap:

@@ -9,6 +9,7 @@ from miles.models.checkpoint.hf_names import (
     HF_NAMES,
     map_attention,
     map_gated_deltanet,
+    map_kimi_delta,
     map_mamba,
     map_mla,
     map_mlp,
@@ -23,6 +24,7 @@ from miles.models.spec import (
     DecoderSpec,
     FeedForward,
     GatedDeltaNetSpec,
+    KimiDeltaSpec,
     LayerSpec,
     MambaSpec,
     Mixer,
@@ -42,6 +44,8 @@ def _map_mixer(mixer: Mixer, width: int, layer: ModuleNames) -> ParamMap:
             return map_mla(mixer, width, layer.submodule("mla", "mla"))
         case GatedDeltaNetSpec():
             return map_gated_deltanet(mixer, width, layer.submodule("delta", "delta"))
+        case KimiDeltaSpec():
+            return map_kimi_delta(mixer, width, layer.submodule("kda", "kda"))
         case MambaSpec():
             return map_mamba(mixer, width, layer.submodule("mamba", "mamba"))
         case ShortConvSpec():

@@ -42,7 +42,8 @@ class ModelFamily:
     its own config. The first of ``architectures`` is written. ``names`` overrides ``HF_NAMES``. ``is_unused`` says
     which tensors a checkpoint may contain that this decoder does not compute. ``mtp`` says how its checkpoints store
     multi-token-prediction layers, for families whose layers of that kind can be used as a draft. ``prefixes`` are
-    prefixes of tensor names that some checkpoints have, and those of published ones, which are written.
+    prefixes of tensor names that some checkpoints have, and those of published ones, which are written; ``renames`` are
+    such parts anywhere in a name.
     """
 
     model_type: str
@@ -54,10 +55,13 @@ class ModelFamily:
     is_unused: Callable[[DecoderSpec, str], bool] = nothing
     mtp: MtpLayout | None = None
     prefixes: Mapping[str, str] = field(default_factory=dict)
+    renames: Mapping[str, str] = field(default_factory=dict)
 
     def published_name(self, hf_name: str) -> str:
         """Return the name that published checkpoints have for a tensor."""
         for prefix, published in self.prefixes.items():
             if hf_name.startswith(prefix) and not hf_name.startswith(published):
                 return published + hf_name.removeprefix(prefix)
+        for part, published in self.renames.items():
+            hf_name = hf_name.replace(part, published)
         return hf_name

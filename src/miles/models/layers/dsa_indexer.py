@@ -42,6 +42,7 @@ class Indexer(nn.Module):
         assert mla.query_rank is not None, "the DSA indexer reads the query latent"
         self.spec, self.numerics = spec, numerics
         # The attention's RoPE, but the channel pairing may differ.
+        assert mla.rope is not None
         self.rope = replace(mla.rope, dim=mla.rope_dim, interleaved=spec.rope_interleaved)
         self.scale = (spec.head_dim * spec.num_heads) ** -0.5
         factory: dict[str, Any] = {"device": device, "dtype": dtype, "numerics": numerics}

@@ -67,7 +67,7 @@ class GatedDeltaNet(nn.Module):
         inputs, state = (None, None) if before is None else before
         qkv_TC, inputs = causal_conv1d(qkv_TC, self.conv.squeeze(1), None, lengths, inputs)
         q_TX, k_TX, v_TX = F.silu(qkv_TC).split(self.sizes, dim=-1)
-        q_TGk, k_TGk = (_normalize(x.unflatten(-1, (-1, self.spec.key_dim))) for x in (q_TX, k_TX))
+        q_TGk, k_TGk = (normalize_heads(x.unflatten(-1, (-1, self.spec.key_dim))) for x in (q_TX, k_TX))
         out_THv, state = gated_delta_rule(
             q_TGk * self.spec.key_dim**-0.5,
             k_TGk,
@@ -107,7 +107,7 @@ class GatedDeltaNet(nn.Module):
         return (normed_THv * F.silu(z_THv.to(wide))).to(z_THv.dtype)
 
 
-def _normalize(x_TGk: Tensor) -> Tensor:
+def normalize_heads(x_TGk: Tensor) -> Tensor:
     """L2-normalize each head's vector, in float32."""
     x_TGk = x_TGk.to(torch.promote_types(x_TGk.dtype, torch.float32))
     return x_TGk * torch.rsqrt(x_TGk.square().sum(-1, keepdim=True) + _UNIT_EPS)

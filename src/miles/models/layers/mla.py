@@ -63,16 +63,15 @@ class MultiHeadLatentAttention(nn.Module):
             self.indexer = Indexer(spec.indexer, spec, model, **factory)
 
     def forward(self, x_TD: Tensor, positions: Positions, attn_backend: AttentionBackend) -> Tensor:
-        spec, rope = self.spec, self.spec.rope
-        cos_sin = positions.cos_sin(rope, spec.rope_dim)
+        spec = self.spec
         q_THd, index = self._queries(x_TD, positions)
         if spec.temperature is not None:
             q_THd = (q_THd * positions.temperature(*spec.temperature)).to(q_THd.dtype)
         q_THn, q_THr = q_THd.split((spec.nope_dim, spec.rope_dim), dim=-1)
-        q_THr = apply_rotary(q_THr, cos_sin, interleaved=rope.interleaved, numerics=self.numerics)
+        q_THr = self._rotate(q_THr, positions)
         latent_TK, k_Tr = self.kv_a(x_TD).split((spec.kv_rank, spec.rope_dim), dim=-1)
         latent_TK = self.kv_a_norm(latent_TK)
-        k_T1r = apply_rotary(k_Tr.unsqueeze(1), cos_sin, interleaved=rope.interleaved, numerics=self.numerics)
+        k_T1r = self._rotate(k_Tr.unsqueeze(1), positions)
         if not attn_backend.latent:
             # Round what the engine caches: the latent, or with batch-invariant numerics the expanded keys and values.
             round_latent = self.numerics.fp8_kv_cache and not self.numerics.batch_invariant
@@ -91,6 +90,14 @@ class MultiHeadLatentAttention(nn.Module):
             self.layer, AttentionInputs(q_THd, k_T1d, k_T1d[..., : spec.kv_rank], self.params, indexer=index)
         )
         return self.output(torch.einsum("thk,hvk->thv", out_THK, value_HvK).flatten(1))
+
+    def _rotate(self, x_THr: Tensor, positions: Positions) -> Tensor:
+        """Apply RoPE, if the layer has one."""
+        rope = self.spec.rope
+        if rope is None:
+            return x_THr
+        cos_sin = positions.cos_sin(rope, self.spec.rope_dim)
+        return apply_rotary(x_THr, cos_sin, interleaved=rope.interleaved, numerics=self.numerics)
 
     def _queries(self, x_TD: Tensor, positions: Positions) -> tuple[Tensor, IndexerInputs | int | None]:
         """Return queries, and the indexer inputs or the layer whose selection is reused."""

@@ -24,6 +24,7 @@ from miles.models.spec import (
     DecoderSpec,
     FeedForward,
     GatedDeltaNetSpec,
+    KimiDeltaSpec,
     LayerSpec,
     MambaSpec,
     Mixer,
@@ -189,6 +190,8 @@ def _shard_mixer(mixer: Mixer | None, world: int) -> Mixer | None:
             return replace(mixer, num_heads=mixer.num_heads // world)
         case GatedDeltaNetSpec():
             return replace(mixer, key_heads=mixer.key_heads // world, value_heads=mixer.value_heads // world)
+        case KimiDeltaSpec():
+            return replace(mixer, num_heads=mixer.num_heads // world)
         case MambaSpec():
             return replace(mixer, num_heads=mixer.num_heads // world, groups=mixer.groups // world)
         case ShortConvSpec():
@@ -225,6 +228,8 @@ def _check_mixer(mixer: Mixer | None, world: int) -> str | None:
             count, unit = mixer.num_heads, "attention heads"
         case GatedDeltaNetSpec():
             count, unit = mixer.key_heads, "key heads in its Gated DeltaNet"
+        case KimiDeltaSpec():
+            count, unit = mixer.num_heads, "heads in its Kimi Delta Attention"
         case MambaSpec():
             count, unit = mixer.groups, "groups in its Mamba-2 mixer"
         case ShortConvSpec():
@@ -346,6 +351,8 @@ def _mixer_shards(mixer: Mixer) -> TpShards:
             return _prefix("mla", _mla(mixer))
         case GatedDeltaNetSpec():
             return _prefix("delta", _delta(mixer))
+        case KimiDeltaSpec():
+            return _prefix("kda", _kda(mixer))
         case MambaSpec():
             return _prefix("mamba", _mamba(mixer))
         case ShortConvSpec():
@@ -412,6 +419,20 @@ def _delta(spec: GatedDeltaNetSpec) -> TpShards:
         "norm.weight": _REPLICATED,
     }
     return out | _row_parallel("output", values, bias=False)
+
+
+def _kda(spec: KimiDeltaSpec) -> TpShards:
+    channels, heads = ShardSegment(spec.num_heads, spec.head_dim), ShardSegment(spec.num_heads)
+    out: TpShards = {f"{name}.weight": _REPLICATED for name in ("f_a", "g_a", "norm")}
+    out |= {f"{name}.weight": _row_shard(channels) for name in ("f_b", "g_b")}
+    out |= {
+        "qkv.weight": _row_shard(channels, channels, channels),
+        "conv": _row_shard(channels, channels, channels),
+        "b.weight": _row_shard(heads),
+        "dt_bias": _row_shard(channels),
+        "A_log": TpShard(dim=2, segments=(heads,)),
+    }
+    return out | _row_parallel("output", channels, bias=False)
 
 
 def _mamba(spec: MambaSpec) -> TpShards:

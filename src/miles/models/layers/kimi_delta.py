@@ -1,0 +1,90 @@
+"""Kimi Delta Attention (KDA) layer: a Gated DeltaNet whose state decays channel by channel.
+
+Shapes: T tokens, D hidden, H heads, d channels of a head, X = Hd, C = 3X convolved channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from miles.kernels.linear_attention.causal_conv1d import causal_conv1d
+from miles.kernels.linear_attention.kimi_delta_rule import kimi_delta_rule
+from miles.kernels.numerics import Numerics
+from miles.models.layers.attention_backend import AttentionBackend
+from miles.models.layers.gated_deltanet import normalize_heads
+from miles.models.layers.linear import Linear
+from miles.models.layers.norm import RMSNorm
+from miles.models.layers.recurrent_scan import scan_tokens
+from miles.models.layers.rope import Positions
+from miles.models.spec import DecoderSpec, KimiDeltaSpec
+
+
+class KimiDeltaAttention(nn.Module):
+    """Project, convolve, apply the delta rule, normalize and gate the output, project back.
+
+    The decay and the output gate come from projections of low rank.
+    """
+
+    def __init__(
+        self,
+        spec: KimiDeltaSpec,
+        model: DecoderSpec,
+        layer: int,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        numerics: Numerics,
+    ) -> None:
+        super().__init__()
+        self.layer, self.spec = layer, spec
+        factory = {"device": device, "dtype": dtype}
+        layer_factory: dict[str, Any] = {**factory, "bias": False, "numerics": numerics}
+        width, inner = model.hidden_size, spec.num_heads * spec.head_dim
+        self.qkv = Linear(width, 3 * inner, **layer_factory)
+        self.conv = nn.Parameter(torch.empty(3 * inner, 1, spec.kernel, **factory))
+        self.f_a = Linear(width, spec.head_dim, **layer_factory)
+        self.f_b = Linear(spec.head_dim, inner, **layer_factory)
+        self.dt_bias = nn.Parameter(torch.empty(inner, **factory))
+        self.A_log = nn.Parameter(torch.empty(1, 1, spec.num_heads, 1, **factory))
+        self.b = Linear(width, spec.num_heads, **layer_factory)
+        self.g_a = Linear(width, spec.head_dim, **layer_factory)
+        self.g_b = Linear(spec.head_dim, inner, **layer_factory)
+        self.norm = RMSNorm(spec.head_dim, model.norm_eps, numerics=numerics, **factory)
+        self.output = Linear(inner, width, **layer_factory)
+
+    def forward(self, x_TD: Tensor, positions: Positions, attn_backend: AttentionBackend) -> Tensor:
+        log_decay_THd = self._log_decay(self.f_b(self.f_a(x_TD)))
+        inputs_T = (self.qkv(x_TD), log_decay_THd, self.b(x_TD).sigmoid())
+        out_THd = scan_tokens(attn_backend.recurrent_state(self.layer), self._scan, inputs_T)
+        gate_THd = self.g_b(self.g_a(x_TD)).view(out_THd.shape)
+        return self.output(self._gate(out_THd, gate_THd).flatten(1))
+
+    def _scan(
+        self, inputs_T: Sequence[Tensor], lengths: Sequence[int], before: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """Convolve and apply the delta rule, from the convolution's last inputs and the matrix of each head."""
+        qkv_TC, log_decay_THd, beta_TH = inputs_T
+        inputs, state = (None, None) if before is None else before
+        qkv_TC, inputs = causal_conv1d(qkv_TC, self.conv.squeeze(1), None, lengths, inputs)
+        q_THd, k_THd, v_THd = F.silu(qkv_TC).unflatten(-1, (3, -1, self.spec.head_dim)).unbind(1)
+        scale = self.spec.head_dim**-0.5
+        out_THd, state = kimi_delta_rule(
+            normalize_heads(q_THd) * scale, normalize_heads(k_THd), v_THd, log_decay_THd, beta_TH, lengths, state
+        )
+        return out_THd, None if inputs is None or state is None else (inputs, state)
+
+    def _log_decay(self, f_TX: Tensor) -> Tensor:
+        """Compute the logarithm of each channel's decay, in float32 because it is exponentiated again."""
+        wide = torch.promote_types(f_TX.dtype, torch.float32)
+        step_THd = F.softplus(f_TX.to(wide) + self.dt_bias.to(wide)).unflatten(-1, (-1, self.spec.head_dim))
+        return -self.A_log.view(-1, 1).to(wide).exp() * step_THd
+
+    def _gate(self, out_THd: Tensor, gate_THd: Tensor) -> Tensor:
+        wide = torch.promote_types(gate_THd.dtype, torch.float32)
+        normed_THd = F.rms_norm(out_THd.to(wide), self.norm.shape, self.norm.weight.to(wide), self.norm.eps)
+        return (normed_THd * gate_THd.to(wide).sigmoid()).to(gate_THd.dtype)
