@@ -29,7 +29,7 @@ help:
 	@echo "make test-all        the three above"
 	@echo "make test-sglang     install stock SGLang in its own environment (2 GB), run the HTTP API tests against it"
 	@echo "make test-megatron   add Megatron-Core, then run the tests of its backend"
-	@echo "make test-environments   add verifiers and TextArena, then run the tests of environments on them"
+	@echo "make test-environments   add the suites of environments and lm-eval, then run the tests on them"
 	@echo "make test-trackers   install wandb, MLflow, Trackio and OpenTelemetry in an environment of their own, run their tests"
 	@echo "make test-release    build the package, install it on each Python that is there, check images and workflows"
 	@echo "make test-ray        add Ray, then run on clusters of several raylets on this machine"
@@ -94,7 +94,7 @@ test-ray: $(VENV)/.installed-ray
 	$(PYTEST) -m ray $(ARGS)
 
 $(VENV)/.installed-environments: $(VENV)/.installed-dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,environments]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,environments,lm-eval,swebench]'
 	@touch $@
 
 test-environments: $(VENV)/.installed-environments

@@ -21,8 +21,8 @@ from miles.core.types import Prompt
 from miles.launch.config import Config
 from miles.rollout.data.mixture import PART_ID_STRIDE
 from miles.rollout.data.paths import parse_entry, read_rows
-from miles.rollout.data.procedural import is_procedural
 from miles.rollout.data.schema import Columns, PreferenceColumns
+from miles.rollout.data.task_suites import is_suite
 from miles.rollout.evaluate import HELD_OUT_SET
 
 Row = Mapping[str, Any]
@@ -129,6 +129,6 @@ class RecordIndex:
 def _iter_stored(paths: Sequence[str]) -> Iterator[tuple[int, Row]]:
     for part, path in enumerate(paths):
         entry = parse_entry(path)
-        if not is_procedural(entry.path):
+        if not is_suite(entry.path):
             whole = path if entry.weight is None else path.rpartition("*")[0]
             yield from ((part * PART_ID_STRIDE + row.index, row.columns) for row in read_rows(whole))

@@ -13,11 +13,11 @@ class RolloutConfig:
     # -- data
     prompt_data: tuple[str, ...] = option(
         (),
-        "Prompts: files, folders, globs, splits on the hub such as openai/gsm8k:main@train, or reasoning_gym:TASK, "
-        "each optionally with a slice and a weight, as in data.jsonl@[0:100]*0.3.",
+        "Prompts: files, folders, globs, splits on the hub such as openai/gsm8k:main@train, reasoning_gym:TASK or "
+        "lm_eval:TASK, each optionally with a slice and a weight, as in data.jsonl@[0:100]*0.3.",
         path=True,
         hub="dataset",
-        schemes=("reasoning_gym",),
+        schemes=("reasoning_gym", "lm_eval"),
     )
     skip_bad_rows: bool = option(
         False, "Skip and count rows that cannot be read, rendered or answered within the context, instead of stopping."
@@ -170,10 +170,11 @@ class RolloutConfig:
     # -- evaluation
     eval_prompt_data: tuple[str, ...] = option(
         (),
-        "Held-out sets as pairs of a name and a file or a split on the hub, such as easy data.jsonl.",
+        "Held-out sets as pairs of a name and a file, a split on the hub or a task such as lm_eval:gsm8k, as in easy "
+        "data.jsonl.",
         path="pairs",
         hub="dataset",
-        schemes=("reasoning_gym",),
+        schemes=("reasoning_gym", "lm_eval"),
     )
     eval_config: str | None = option(
         None,
@@ -222,10 +223,14 @@ class RolloutConfig:
     code_concurrency: int = option(
         8, "Programs of rewards and tools together that run concurrently in a process.", unit="programs", ge=1
     )
-    code_sandbox: Literal["native", "bubblewrap"] = option(
+    code_sandbox: Literal["native", "bubblewrap", "docker", "podman"] = option(
         "native",
-        "What builds the namespaces of programs: native for Miles itself, bubblewrap for the installed bwrap; limits, "
-        "Landlock and seccomp are the same.",
+        "What isolates programs: native for namespaces that Miles makes, bubblewrap for those of the installed bwrap, "
+        "docker or podman for a container per program.",
+    )
+    code_sandbox_image: str = option(
+        "docker.io/library/python:3.12-slim",
+        "Image of the containers of programs, with python3 in it; it is never pulled.",
     )
     allow_unsandboxed_code: bool = option(
         False, "Run programs even where the machine lacks the minimum isolation, with whatever it has."

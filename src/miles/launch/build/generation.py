@@ -48,7 +48,7 @@ from miles.rollout.multi_agent.generate import MultiAgentGenerate
 from miles.rollout.prompt_renderer import PromptRenderer
 from miles.rollout.sampling import build_eval_sampling, build_training_sampling
 from miles.rollout.sandbox.build import build_sandbox, sandbox_limits_from_config
-from miles.rollout.sandbox.run import Sandbox
+from miles.rollout.sandbox.run import CodeSandbox
 from miles.rollout.serving.http import is_loopback
 from miles.rollout.session.config import AgentConfig
 from miles.rollout.session.match import MATCHERS
@@ -196,7 +196,7 @@ def get_media(tokenizer: Tokenizer) -> MediaStore | None:
 def build_tool_environments(
     config: Config,
     worker: HookWorker,
-    sandbox: Callable[[], Sandbox] | None = None,
+    sandbox: Callable[[], CodeSandbox] | None = None,
     media: MediaStore | None = None,
 ) -> EnvironmentFactory:
     """The environments of multi-turn rollouts; the programs of their tools have the limits of the code options."""

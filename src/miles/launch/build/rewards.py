@@ -33,7 +33,7 @@ from miles.rollout.reward.context import RenderTokens
 from miles.rollout.reward.mixture import build_builtin_group_reward, build_builtin_reward
 from miles.rollout.reward.registry import is_group_rm
 from miles.rollout.reward.types import GradingError, check_group_rewards, check_reward
-from miles.rollout.sandbox.run import Sandbox
+from miles.rollout.sandbox.run import CodeSandbox
 
 CODEC = Codec(CORE_TYPES)
 # Seconds until a worker has imported all that its reward needs, on a busy machine.
@@ -42,7 +42,7 @@ _MAX_REASON_LENGTH = 2000
 
 
 def build_rewards(
-    config: Config, sandbox: Callable[[], Sandbox] | None = None
+    config: Config, sandbox: Callable[[], CodeSandbox] | None = None
 ) -> tuple[RewardFn | None, GroupRewardFn | None]:
     """The function that scores a trajectory, or the one that scores a group; user functions are checked here."""
     r = config.rollout
@@ -78,7 +78,7 @@ async def _return_zero(prompt: Prompt, trajectory: Trajectory) -> Reward:
 
 
 def build_pooled_rewards(
-    config: Config, logs: Path | None, worker: HookWorker, sandbox: Callable[[], Sandbox] | None = None
+    config: Config, logs: Path | None, worker: HookWorker, sandbox: Callable[[], CodeSandbox] | None = None
 ) -> tuple[RewardFn | None, GroupRewardFn | None, WorkerPool | None]:
     """The rewards of a run, computed by a worker pool where --reward-num-workers asks for one; it logs to ``logs``.
 
@@ -94,7 +94,7 @@ def build_pooled_rewards(
 
 
 def build_offloaded_rewards(
-    config: Config, worker: HookWorker, sandbox: Callable[[], Sandbox] | None = None
+    config: Config, worker: HookWorker, sandbox: Callable[[], CodeSandbox] | None = None
 ) -> tuple[RewardFn | None, GroupRewardFn | None]:
     """The rewards, computed in this process; the user's functions run in the ``worker``'s thread."""
     reward, group_reward = build_rewards(config, sandbox)

@@ -20,8 +20,8 @@ from miles.launch.rules.paths import (
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.media_config import has_image_processor
 from miles.rollout.data.paths import parse_entries, parse_named_paths
-from miles.rollout.data.procedural import is_procedural
 from miles.rollout.data.schema import Columns, PreferenceColumns
+from miles.rollout.data.task_suites import is_suite
 from miles.rollout.eval_options import list_set_options
 from miles.rollout.reward.registry import BOXED, RewardTerm, check_rm_type, parse_rm_type
 from miles.rollout.serving.http import is_loopback
@@ -137,10 +137,10 @@ def check_label_key(c: Config) -> Iterator[str]:
     if not names:
         return
     scores_training = c.algo.loss_type not in OFFLINE_LOSSES and c.observe.load_debug_rollout_data is None
-    training = [word for word in c.rollout.prompt_data if not is_procedural(word)]
+    training = [word for word in c.rollout.prompt_data if not is_suite(word)]
     if training and scores_training and c.rollout.label_key is None:
         yield f"--rm-type {names[0]} compares with a reference answer; name its column with --label-key."
-    elif any(not is_procedural(path) for path in c.rollout.eval_prompt_data[1::2]) and not (
+    elif any(not is_suite(path) for path in c.rollout.eval_prompt_data[1::2]) and not (
         c.rollout.eval_label_key or c.rollout.label_key
     ):
         yield (

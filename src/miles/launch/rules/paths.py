@@ -10,8 +10,8 @@ from miles.core.errors import DataError, MilesError, UsageError
 from miles.models.resolve import ModelImpl, resolve_spec
 from miles.models.spec import DecoderSpec
 from miles.rollout.data.paths import DataEntry, count_rows, parse_entry, read_rows, resolve_files
-from miles.rollout.data.procedural import find_task_problem, is_procedural, parse_task
 from miles.rollout.data.schema import Columns, raise_bad_row
+from miles.rollout.data.task_suites import count_suite_rows, find_suite_problem, is_suite
 
 _FIRST_ROWS = 8
 
@@ -28,9 +28,9 @@ def check_prompt_data(flag: str, word: str) -> Iterator[str]:
     """Why ``word``, given under ``flag``, cannot be read as prompts."""
     try:
         path = parse_entry(word).path
-        if not is_procedural(path):
+        if not is_suite(path):
             resolve_files(path)
-        elif problem := find_task_problem(path):
+        elif problem := find_suite_problem(path):
             yield f"{flag} {problem}"
     except UsageError as error:
         yield from error.problems
@@ -42,7 +42,7 @@ def check_first_rows(word: str, columns: Columns, *, skip_bad_rows: bool) -> Ite
     """Why the first rows of a data entry do not have ``columns``; nothing where its files cannot be found."""
     try:
         entry = parse_entry(word)
-        if is_procedural(entry.path):
+        if is_suite(entry.path):
             return
         resolve_files(entry.path)
     except (UsageError, DataError):
@@ -108,7 +108,7 @@ def count_prompts(words: Sequence[str]) -> int:
 
 
 def _count_rows(entry: DataEntry) -> int:
-    rows = parse_task(entry.path).size if is_procedural(entry.path) else count_rows(entry.path)
+    rows = count_suite_rows(entry.path) if is_suite(entry.path) else count_rows(entry.path)
     return len(range(rows)[entry.rows])
 
 

@@ -17,8 +17,8 @@ from miles.core.errors import DataError, ResumeError
 from miles.core.types import EMPTY, Prompt
 from miles.rollout.data.media import MediaReader, attach_media
 from miles.rollout.data.paths import read_rows, split_slice
-from miles.rollout.data.procedural import generate_entries, is_procedural, parse_task
 from miles.rollout.data.schema import TOOLS, Columns, DataRow, OnBadRow, PreferenceColumns, raise_bad_row
+from miles.rollout.data.task_suites import is_suite, read_suite_rows
 from miles.rollout.offline.preference import PREFERENCE, build_preference_pair
 from miles.rollout.seeds import SeedStream, mix_each
 
@@ -76,7 +76,7 @@ def read_dataset(
     media_keys: Mapping[str, str] = EMPTY,
     media: MediaReader | None = None,
 ) -> Dataset:
-    """Read the prompts of an entry: files, a folder, a glob, a procedural task, or a slice of one (``path@[a:b]``).
+    """Read the prompts of an entry: files, a folder, a glob, a task of a suite, or a slice of one (``path@[a:b]``).
 
     A prompt's id is ``first_id`` plus its row number in the entry. A bad row raises, or is counted. With
     ``pair`` every row has two replies, which go into the prompt's metadata (see offline.preference). ``media`` reads
@@ -84,10 +84,10 @@ def read_dataset(
     """
     name, rows = split_slice(path)
     skipped = _Skipped()
-    if is_procedural(name):
+    if is_suite(name):
         if pair is not None:
-            raise DataError(f"{name} generates questions, not pairs of replies; name files that have both.")
-        prompts = tuple(_generate_prompts(name, range(parse_task(name).size)[rows], first_id))
+            raise DataError(f"{name} has questions, not pairs of replies; name files that have both.")
+        prompts = tuple(_suite_prompts(name, rows, first_id))
     else:
         on_bad_row = skipped if skip_bad_rows else raise_bad_row
         columns = Columns(
@@ -335,13 +335,11 @@ def _build_preference(
     )
 
 
-def _generate_prompts(path: str, rows_selected: range, first_id: int) -> Iterator[Prompt]:
-    """Generate the prompts of a procedural task; the metadata holds the entry, for the reward ``reasoning_gym``."""
-    task = parse_task(path)
-    content = {"source_dataset": task.name} | ({} if task.rm_type is None else {"rm_type": task.rm_type})
-    for index, entry in zip(rows_selected, generate_entries(path, rows_selected), strict=True):
-        messages, label = _user_message(entry["question"]), _label(entry["answer"])
-        yield Prompt(id=first_id + index, messages=messages, label=label, metadata={**content, "entry": entry})
+def _suite_prompts(path: str, rows: slice, first_id: int) -> Iterator[Prompt]:
+    """The prompts of a task suite; the metadata holds what the suite's own reward needs."""
+    for row in read_suite_rows(path, rows):
+        messages, label = _user_message(row.text), _label(row.answer)
+        yield Prompt(id=first_id + row.index, messages=messages, label=label, metadata=row.metadata)
 
 
 def _user_message(text: str) -> tuple[dict[str, Any], ...]:

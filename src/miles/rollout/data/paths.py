@@ -19,8 +19,8 @@ from typing import Any, cast
 
 from miles.core.errors import DataError, UsageError
 from miles.core.hub_names import parse_hub_name
-from miles.rollout.data.procedural import is_procedural, parse_task
 from miles.rollout.data.schema import Columns, DataRow, OnBadRow, raise_bad_row
+from miles.rollout.data.task_suites import get_task_name, is_suite
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
 _SLICED = re.compile(r"(?P<path>.*)@\[(?P<inside>[^\[\]]*)\]", re.DOTALL)
@@ -38,9 +38,9 @@ class DataEntry:
 
     @property
     def name(self) -> str:
-        """Its name: the file unweighted folders and suffix, or the procedural task."""
-        if is_procedural(self.path):
-            return parse_task(self.path).name
+        """Its name: the file unweighted folders and suffix, or the task of a suite."""
+        if is_suite(self.path):
+            return get_task_name(self.path)
         if (name := parse_hub_name("dataset", self.path)) is not None:
             return name.repo.rpartition("/")[2]
         last = Path(self.path).name

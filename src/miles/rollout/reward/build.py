@@ -18,7 +18,7 @@ from miles.rollout.reward.context import (
 )
 from miles.rollout.reward.grader_pool import GraderPool
 from miles.rollout.sandbox.build import build_sandbox, sandbox_limits_from_config
-from miles.rollout.sandbox.run import Sandbox
+from miles.rollout.sandbox.run import CodeSandbox
 
 
 def build_grader_context(
@@ -26,7 +26,7 @@ def build_grader_context(
     *,
     environ: Mapping[str, str],
     render_tokens: Callable[[str], RenderTokens],
-    sandbox: Callable[[], Sandbox] | None = None,
+    sandbox: Callable[[], CodeSandbox] | None = None,
 ) -> GraderContext:
     """Build the context. Secrets are read from ``environ``; ``render_tokens`` loads a checkpoint's chat template.
 
@@ -61,7 +61,7 @@ def build_grader_context(
     )
 
 
-def _build_code_reward(config: RolloutConfig, sandbox: Callable[[], Sandbox]) -> RewardFn:
+def _build_code_reward(config: RolloutConfig, sandbox: Callable[[], CodeSandbox]) -> RewardFn:
     """Created only when used, since it probes the sandbox at once."""
     from miles.rollout.reward.code import CodeReward
 

@@ -22,10 +22,10 @@ from typing import Any
 from miles.core.errors import DataError
 from miles.core.types import Prompt, Reward, Trajectory
 from miles.rollout.reward.types import BadLabel, GradingError, get_response_text
-from miles.rollout.sandbox import harness, isolation
+from miles.rollout.sandbox import harness
 from miles.rollout.sandbox.isolation import SandboxError
 from miles.rollout.sandbox.protocol import SandboxLimits, SandboxResult
-from miles.rollout.sandbox.run import Sandbox
+from miles.rollout.sandbox.run import CodeSandbox
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
 _PYTHON = ("", "python", "py", "python3")
@@ -68,7 +68,7 @@ class CodeReward:
     not run again, and its other tests count as failed.
     """
 
-    def __init__(self, limits: SandboxLimits, sandbox: Sandbox) -> None:
+    def __init__(self, limits: SandboxLimits, sandbox: CodeSandbox) -> None:
         self._limits = limits
         self._sandbox = sandbox
 
@@ -110,11 +110,11 @@ class CodeReward:
             return ["no_code"] * len(tests.statements)
         request = {"tests": tests.statements, "before": tests.before, "entry_point": tests.entry_point}
         outcome = await self._sandbox.run(
-            _harness_command("check"),
+            _harness_command(self._sandbox.python, "check"),
             stdin=json.dumps(request).encode(),
             limits=self._limits,
             files={harness.SOLUTION: assemble_program(program, tests).encode(errors="replace")},
-            companion=_harness_command("serve"),
+            companion=_harness_command(self._sandbox.python, "serve"),
         )
         verdicts = _parse_verdicts(outcome, len(tests.statements))
         if verdicts is None:
@@ -219,12 +219,12 @@ def _parse_pairs(inputs: Any, outputs: Any) -> IOTests:
     return IOTests(pairs=tuple(zip(inputs, outputs, strict=True)))
 
 
-def _harness_command(role: str) -> tuple[str, ...]:
+def _harness_command(python: str, role: str) -> tuple[str, ...]:
     """The command of one of the harness's processes. The checking one imports nothing from the scratch folder (-P),
     where the program may write."""
     source = Path(harness.__file__).read_text(encoding="utf-8")
     flags = ("-P",) if role == "check" else ()
-    return (isolation.interpreter(), *flags, "-s", "-S", "-B", "-c", source, role)
+    return (python, *flags, "-s", "-S", "-B", "-c", source, role)
 
 
 def _parse_verdicts(outcome: SandboxResult, count: int) -> list[str] | None:

@@ -27,13 +27,14 @@ GraderKind = Literal["inline", "worker", "math", "built", "group"]
 class Grader:
     """One grader: its kind, its function (``module:name`` in this package), and what it needs.
 
-    ``packages`` come with the extra ``graders``. ``boxable`` allows the prefix ``boxed_``; ``boxed`` is the function to
+    ``packages`` come with ``extra``. ``boxable`` allows the prefix ``boxed_``; ``boxed`` is the function to
     use then, where it is not enough to pass only the box's content.
     """
 
     kind: GraderKind
     address: str
     packages: tuple[str, ...] = ()
+    extra: str = "graders"
     needs_label: bool = True
     boxable: bool = True
     boxed: str | None = None
@@ -74,6 +75,14 @@ GRADERS: Mapping[str, Grader] = MappingProxyType(
         "code": Grader(kind="built", address="adapter:build_code_reward", needs_label=False, boxable=False),
         "reasoning_gym": Grader(
             kind="worker", address="reasoning_gym:grade", packages=("reasoning_gym",), needs_label=False
+        ),
+        "lm_eval": Grader(
+            kind="built",
+            address="lm_eval:build_lm_eval_reward",
+            packages=("lm_eval",),
+            extra="lm-eval",
+            needs_label=False,
+            boxable=False,
         ),
         "remote_rm": Grader(kind="built", address="remote:build_remote_reward", packages=("httpx",), needs_label=False),
         "reward_model": Grader(
@@ -132,7 +141,7 @@ def check_rm_type(rm_type: str) -> None:
             instead = ", or use math_exact, which compares notation and rational values" * (part.grader.kind == "math")
             raise UsageError(
                 f"--rm-type {part.name} needs the package {missing[0].replace('_', '-')}; "
-                f"install it with pip install 'miles-rl[graders]'{instead}."
+                f"install it with pip install 'miles-rl[{part.grader.extra}]'{instead}."
             )
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from miles.rollout.config import RolloutConfig
+from miles.rollout.sandbox.container import create_container_sandbox
 from miles.rollout.sandbox.protocol import MIB, SandboxLimits
-from miles.rollout.sandbox.run import Sandbox, create_sandbox
+from miles.rollout.sandbox.run import CodeSandbox, create_sandbox
 
 
-def build_sandbox(config: RolloutConfig) -> Sandbox:
+def build_sandbox(config: RolloutConfig) -> CodeSandbox:
     """Probe and create the sandbox; UsageError when it is unavailable."""
-    return create_sandbox(
-        unsandboxed=config.allow_unsandboxed_code, concurrency=config.code_concurrency, backend=config.code_sandbox
-    )
+    backend, concurrency = config.code_sandbox, config.code_concurrency
+    if backend == "docker" or backend == "podman":
+        return create_container_sandbox(backend, image=config.code_sandbox_image, concurrency=concurrency)
+    return create_sandbox(unsandboxed=config.allow_unsandboxed_code, concurrency=concurrency, backend=backend)
 
 
 def sandbox_limits_from_config(config: RolloutConfig) -> SandboxLimits:

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from types import MappingProxyType
+from typing import Protocol
 
 from miles.core.errors import UsageError
 from miles.rollout.sandbox import isolation
@@ -24,9 +25,26 @@ from miles.rollout.sandbox.protocol import (
 )
 
 MAIN = "main.py"
-_NO_FILES: Mapping[str, bytes] = MappingProxyType({})
-_SPARE_SECONDS = 60.0  # for starting and cleaning up on a busy machine, besides the program's own time
+NO_FILES: Mapping[str, bytes] = MappingProxyType({})
+SPARE_SECONDS = 60.0  # for starting and cleaning up on a busy machine, besides the program's own time
 _GRACE_SECONDS = 10.0  # for a supervisor that was asked to stop to kill and reap its processes
+
+
+class CodeSandbox(Protocol):
+    """What runs model-written programs: this module's Sandbox, or container.ContainerSandbox."""
+
+    @property
+    def python(self) -> str: ...
+
+    async def run(
+        self,
+        program: str | Sequence[str],
+        *,
+        stdin: bytes = b"",
+        limits: SandboxLimits | None = None,
+        files: Mapping[str, bytes] = NO_FILES,
+        companion: Sequence[str] = (),
+    ) -> SandboxResult: ...
 
 
 class Sandbox:
@@ -41,13 +59,18 @@ class Sandbox:
         self._plan = plan
         self._slots = asyncio.Semaphore(concurrency)
 
+    @property
+    def python(self) -> str:
+        """The command of the Python that runs programs."""
+        return isolation.interpreter()
+
     async def run(
         self,
         program: str | Sequence[str],
         *,
         stdin: bytes = b"",
         limits: SandboxLimits | None = None,
-        files: Mapping[str, bytes] = _NO_FILES,
+        files: Mapping[str, bytes] = NO_FILES,
         companion: Sequence[str] = (),
     ) -> SandboxResult:
         """Run Python source, or a command, in an empty folder with ``files`` in it.
@@ -59,8 +82,9 @@ class Sandbox:
         """
         request = build_request(self._plan, program, stdin=stdin, limits=limits, files=files, companion=companion)
         async with self._slots:
-            seconds = request.limits.wall + _SPARE_SECONDS
-            data, error_line = await _exchange(isolation.start_command(self._plan), encode_request(request), seconds)
+            seconds = request.limits.wall + SPARE_SECONDS
+            command = isolation.start_command(self._plan)
+            data, error_line, _ = await exchange_request(command, encode_request(request), seconds, environment={})
         result = decode_result(data)
         if result is None or result.error:
             why = error_line if result is None else result.error
@@ -98,13 +122,14 @@ def build_request(
     *,
     stdin: bytes = b"",
     limits: SandboxLimits | None = None,
-    files: Mapping[str, bytes] = _NO_FILES,
+    files: Mapping[str, bytes] = NO_FILES,
     companion: Sequence[str] = (),
+    python: str | None = None,
 ) -> RunRequest:
-    """Build the request that runs Python source, or a command."""
+    """Build the request that runs Python source, with ``python`` or the interpreter of this machine, or a command."""
     if isinstance(program, str):
         files = {**files, MAIN: program.encode(errors="replace")}
-        argv = (isolation.interpreter(), "-s", "-S", "-B", MAIN)
+        argv = (python or isolation.interpreter(), "-s", "-S", "-B", MAIN)
     else:
         argv = tuple(program)
     for name in files:
@@ -116,14 +141,19 @@ def build_request(
     return RunRequest(argv, plan, limits, readable, temporary, files, stdin, tuple(companion))
 
 
-async def _exchange(command: Sequence[str], request: bytes, seconds: float) -> tuple[bytes, str]:
-    """Send a request to a fresh supervisor; returns its reply and its last line of standard error."""
+async def exchange_request(
+    command: Sequence[str], request: bytes, seconds: float, *, environment: Mapping[str, str] | None
+) -> tuple[bytes, str, int | None]:
+    """Send a request to a fresh supervisor; returns its reply, its last line of standard error and its exit status.
+
+    ``environment`` None is that of this process.
+    """
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={},
+        env=environment,
         start_new_session=True,
     )
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
@@ -137,7 +167,7 @@ async def _exchange(command: Sequence[str], request: bytes, seconds: float) -> t
         data, error_line = b"", b"its supervisor did not answer"
     finally:
         await _stop(process)
-    return data, isolation.last_line(error_line)
+    return data, isolation.last_line(error_line), process.returncode
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

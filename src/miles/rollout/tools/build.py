@@ -14,7 +14,7 @@ from miles.hooks.load import check_signature
 from miles.hooks.offload import offload_function
 from miles.hooks.worker import HookWorker
 from miles.rollout.sandbox.protocol import SandboxLimits
-from miles.rollout.sandbox.run import Sandbox
+from miles.rollout.sandbox.run import CodeSandbox
 from miles.rollout.tools.config import ToolsConfig
 from miles.rollout.tools.custom import ExecuteToolFn, tool_from_function, tools_from_specs
 from miles.rollout.tools.env_registry import ENVIRONMENTS, EnvironmentFactory, EnvironmentMaker, offload_environment
@@ -30,7 +30,7 @@ _SPECS, _EXECUTE = "--generate-tool-specs-path", "--generate-execute-tool-functi
 def build_environments(
     config: ToolsConfig,
     *,
-    sandbox: Callable[[], Sandbox] | None,
+    sandbox: Callable[[], CodeSandbox] | None,
     code_limits: SandboxLimits,
     environ: Mapping[str, str],
     worker: HookWorker | None = None,

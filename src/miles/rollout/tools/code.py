@@ -15,7 +15,7 @@ from typing import Any
 from miles.rollout.sandbox import isolation
 from miles.rollout.sandbox.isolation import SandboxError
 from miles.rollout.sandbox.protocol import SandboxLimits, SandboxResult
-from miles.rollout.sandbox.run import Sandbox
+from miles.rollout.sandbox.run import CodeSandbox
 from miles.rollout.tools import sandbox_runner
 from miles.rollout.tools.tool import EnvironmentFailed, Tool, ToolError
 from miles.rollout.tools.workspace import Workspace
@@ -33,19 +33,32 @@ _KILL_REASONS = {
 
 
 class CodeRunner:
-    """Runs a trajectory's runner. ``limits`` are those of one call."""
+    """Runs a trajectory's runner. ``limits`` are those of one call, which returns ``max_file_bytes`` of files."""
 
-    def __init__(self, sandbox: Sandbox, workspace: Workspace, limits: SandboxLimits) -> None:
+    def __init__(
+        self,
+        sandbox: CodeSandbox,
+        workspace: Workspace,
+        limits: SandboxLimits,
+        *,
+        max_file_bytes: int = _MAX_FILE_BYTES,
+    ) -> None:
         self._sandbox = sandbox
         self._workspace = workspace
         # The files come back on standard output as well, in base64, which makes four bytes of three. The runner is a
         # process too, and its source and the program are files.
         self._limits = limits._replace(
-            output=limits.output + _MAX_FILE_BYTES * 4 // 3 + (1 << 16),
+            output=limits.output + max_file_bytes * 4 // 3 + (1 << 16),
             processes=limits.processes + 1,
             scratch=limits.scratch + _RUNNER_BYTES,
         )
         self._max_output = limits.output
+        self._max_file_bytes = max_file_bytes
+
+    @property
+    def python(self) -> str:
+        """The command of the Python that runs programs."""
+        return self._sandbox.python
 
     async def run(self, argv: Sequence[str], program: str | None = None) -> str:
         """Run a command and return its output. The workspace keeps its files; a killed command leaves none."""
@@ -53,7 +66,7 @@ class CodeRunner:
         files = {f"{sandbox_runner.FOLDER}/{name}": data for name, data in self._workspace.contents().items()}
         if program is not None:
             files[f"{sandbox_runner.FOLDER}/{_PROGRAM}"] = program.encode(errors="replace")
-        request = {"password": password, "argv": list(argv), "max_bytes": _MAX_FILE_BYTES}
+        request = {"password": password, "argv": list(argv), "max_bytes": self._max_file_bytes}
         try:
             outcome = await self._sandbox.run(
                 Path(sandbox_runner.__file__).read_text(encoding="utf-8"),
@@ -90,7 +103,7 @@ def build_python_tool(runner: CodeRunner) -> Tool:
     """Build the tool ``python``."""
 
     async def call(arguments: Mapping[str, Any]) -> str:
-        return await runner.run((isolation.interpreter(), "-s", "-S", "-B", _PROGRAM), arguments["code"])
+        return await runner.run((runner.python, "-s", "-S", "-B", _PROGRAM), arguments["code"])
 
     description = (
         "Run a Python program and return what it prints. Only the standard library is there, and no network. "

@@ -23,7 +23,7 @@ class ToolsConfig:
     )
     generate_environment: str | None = option(
         None,
-        "Environment of prompts that name none: gymnasium, textarena, reasoning_gym, verifiers, openenv or "
+        "Environment of prompts that name none: gymnasium, textarena, reasoning_gym, verifiers, openenv, swebench or "
         "package.module:name of your own, or a JSON object with a name and settings.",
     )
     generate_max_turns: int = option(16, "Maximum replies per trajectory.", unit="replies", ge=1)

@@ -16,6 +16,7 @@ from miles.hooks.worker import HookWorker
 from miles.rollout.tools.environment import (
     Environment,
     OpenResult,
+    SandboxContext,
     StepResult,
     ToolAugmentedEnvironment,
     ToolEnvironment,
@@ -31,8 +32,11 @@ ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
         "reasoning_gym": f"{_PACKAGE}.reasoning_gym:ReasoningGym",
         "verifiers": f"{_PACKAGE}.verifiers:VerifiersEnvironment",
         "openenv": f"{_PACKAGE}.openenv:OpenEnvEnvironment",
+        "swebench": f"{_PACKAGE}.swebench:SweBenchEnvironment",
     }
 )
+_RUN_PROGRAMS = ("swebench",)
+"""Environments that are given the run's sandbox."""
 ENVIRONMENT_KEY = "environment"
 """Metadata key with a prompt's environment: a name, or an object with ``name`` and settings."""
 
@@ -120,6 +124,10 @@ class EnvironmentFactory:
             )
         rest = {key: value for key, value in settings.items() if key != "name"}
         make = self._find_maker(prompt, settings["name"])
+        if settings["name"] in _RUN_PROGRAMS and settings["name"] not in self._custom:
+            rest["context"] = SandboxContext(
+                sandbox=self._tools.get_sandbox, code_limits=self._tools.code_limits, tool_limits=self._limits
+            )
         try:
             inspect.signature(make).bind(**rest)
         except TypeError as error:

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 from miles.core.errors import UsageError
 from miles.core.types import EMPTY, Prompt
+from miles.rollout.sandbox.protocol import SandboxLimits
+from miles.rollout.sandbox.run import CodeSandbox
 from miles.rollout.tools.tool import Message, Tool, Toolbox, ToolLimits, ToolStats, ToolTimeExceeded
 
 
@@ -62,6 +64,15 @@ class Environment(Protocol):
     async def open(self, prompt: Prompt) -> OpenResult: ...
     async def step(self, reply: Message) -> StepResult: ...
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxContext:
+    """What an environment that runs programs gets of the run."""
+
+    sandbox: Callable[[], CodeSandbox]
+    code_limits: SandboxLimits
+    tool_limits: ToolLimits
 
 
 OpenTools = Callable[[Prompt, AsyncExitStack], Awaitable[Sequence[Tool]]]

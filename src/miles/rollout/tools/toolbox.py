@@ -21,7 +21,7 @@ from miles.core.errors import DataError, UsageError
 from miles.core.media_store import MediaStore
 from miles.core.types import Prompt
 from miles.rollout.sandbox.protocol import SandboxLimits
-from miles.rollout.sandbox.run import Sandbox
+from miles.rollout.sandbox.run import CodeSandbox
 from miles.rollout.tools.calculator import build_calculator_tool
 from miles.rollout.tools.code import CodeRunner, build_python_tool, build_shell_tool
 from miles.rollout.tools.files import build_file_tools
@@ -48,7 +48,7 @@ class ToolResources:
     """Resources tools need. ``sandbox`` is called when a prompt first runs a program; ``custom`` are user tools;
     ``media`` has the images of a model that reads images."""
 
-    sandbox: Callable[[], Sandbox] | None = None
+    sandbox: Callable[[], CodeSandbox] | None = None
     code_limits: SandboxLimits = field(default_factory=SandboxLimits)
     index: BM25Index | None = None
     servers: MCPServers | None = None
@@ -61,10 +61,15 @@ class ToolRegistry:
 
     def __init__(self, resources: ToolResources, default: Sequence[str] = ()) -> None:
         self._resources = resources
-        self._sandbox: Sandbox | None = None
+        self._sandbox: CodeSandbox | None = None
         self._default = tuple(default)
         for problem in filter(None, map(self.find_problem, self._default)):
             raise UsageError(problem)
+
+    @property
+    def code_limits(self) -> SandboxLimits:
+        """The limits of one program."""
+        return self._resources.code_limits
 
     def names(self, prompt: Prompt) -> tuple[str, ...]:
         """The names of a prompt's tools; DataError for an unknown one."""
@@ -131,11 +136,13 @@ class ToolRegistry:
         if name == "search":
             assert resources.index is not None
             return [build_search_tool(resources.index)]
-        runner = CodeRunner(self._get_sandbox(), workspace.open(), resources.code_limits)
+        runner = CodeRunner(self.get_sandbox(), workspace.open(), resources.code_limits)
         return [build_python_tool(runner) if name == "python" else build_shell_tool(runner)]
 
-    def _get_sandbox(self) -> Sandbox:
-        assert self._resources.sandbox is not None
+    def get_sandbox(self) -> CodeSandbox:
+        """The sandbox of the run, created when first used."""
+        if self._resources.sandbox is None:
+            raise UsageError("Programs of tools and environments need the sandbox, which this run does not have.")
         if self._sandbox is None:
             self._sandbox = self._resources.sandbox()
         return self._sandbox

@@ -80,10 +80,10 @@ class Workspace:
 
 
 @contextmanager
-def temporary_workspace(max_bytes: int = 64 << 20) -> Iterator[Workspace]:
+def temporary_workspace(max_bytes: int = 64 << 20, max_files: int = 1000) -> Iterator[Workspace]:
     """Create an empty workspace in the temporary folder and remove it on exit."""
     root = Path(tempfile.mkdtemp(prefix="miles-workspace-"))
     try:
-        yield Workspace(root, max_bytes=max_bytes)
+        yield Workspace(root, max_bytes=max_bytes, max_files=max_files)
     finally:
         shutil.rmtree(root, ignore_errors=True)

@@ -11,7 +11,10 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from miles.core.errors import DataError, UsageError
 from miles.core.types import EMPTY, Prompt
@@ -20,6 +23,8 @@ from miles.rollout.tools.environment import OpenResult, StepResult, import_packa
 from miles.rollout.tools.tool import EnvironmentFailed, Message
 
 _OPEN, _CLOSE = "<action>", "</action>"
+_HIGHLIGHTED = re.compile(r"\x1b\[[1-9][0-9;]*m(\S)\x1b\[0m")
+_TERMINAL_CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _RANDOM_LOCK = threading.Lock()
 """Held while Python's global random generator is replaced."""
 
@@ -45,7 +50,8 @@ class GymnasiumGame:
     """``game`` is an id for ``gymnasium.make``, or ``make`` what makes an object with its reset and step.
 
     The first observation follows the prompt's messages. An observation that is not text is shown as ``str`` formats
-    it; ``actions`` maps words to actions of games that take no text. ``settings`` go to ``gymnasium.make``.
+    it, or as the game renders it with ``render_mode`` ansi. Actions are text, numbers of a discrete space, or words
+    that ``actions`` maps to actions of any other space. ``settings`` go to ``gymnasium.make``.
     """
 
     def __init__(
@@ -58,31 +64,96 @@ class GymnasiumGame:
     ) -> None:
         if make is None and not game:
             raise UsageError("The environment gymnasium needs the id of a game; write it as game.")
-        self._make = make or (
-            lambda: import_package("gymnasium", environment="gymnasium", install="gymnasium").make(game, **settings)
-        )
+        self._make = make or partial(_make_gymnasium_game, game, settings)
         self._actions = actions
+        self._space: Any = None
         self._game: Any = None
 
     async def open(self, prompt: Prompt) -> OpenResult:
         self._game = await asyncio.to_thread(self._make)
+        # an object of ``make`` need not have a space; its actions are text
+        self._space = getattr(self._game, "action_space", None) if self._actions is None else None
+        rules = describe_action_space(self._space)
         observation, _ = await asyncio.to_thread(self._game.reset, seed=derive_game_seed(prompt))
-        return OpenResult(messages=(*prompt.messages, _user(_last_text(observation))), provides_reward=True)
+        first = "\n".join(filter(None, (await self._show(observation), rules)))
+        return OpenResult(messages=(*prompt.messages, _user(first)), provides_reward=True)
 
     async def step(self, reply: Message) -> StepResult:
         word = extract_action(reply)
-        if self._actions is not None and word not in self._actions:
-            known = ", ".join(self._actions)
+        try:
+            action = parse_action(word, self._space) if self._actions is None else self._actions[word]
+        except KeyError:
+            known = ", ".join(self._actions or ())
             return StepResult(messages=[_user(f"{word!r} is not an action; there are {known}.")], reward=0.0)
-        action = word if self._actions is None else self._actions[word]
+        except ValueError:
+            rules = describe_action_space(self._space)
+            return StepResult(messages=[_user(f"{word!r} is not an action. {rules}")], reward=0.0)
         observation, reward, ended, cut_off, _ = await asyncio.to_thread(self._game.step, action)
         if ended or cut_off:
             return StepResult(reward=float(reward), done=True, limit=None if ended else "game")
-        return StepResult(messages=[_user(_last_text(observation))], reward=float(reward))
+        return StepResult(messages=[_user(await self._show(observation))], reward=float(reward))
 
     async def close(self) -> None:
         if self._game is not None:
             await asyncio.to_thread(self._game.close)
+
+    async def _show(self, observation: Any) -> str:
+        """The observation as text, or the game as it renders itself to a terminal."""
+        if getattr(self._game, "render_mode", None) != "ansi":
+            return _last_text(observation)
+        text = str(await asyncio.to_thread(self._game.render))
+        return _TERMINAL_CODE.sub("", _HIGHLIGHTED.sub(r"[\1]", text)).strip("\n")
+
+
+def describe_action_space(space: Any) -> str:
+    """How an action of a space is written; empty where it is any text. UsageError for a space of other actions."""
+    kind = type(space).__name__
+    if space is None or kind == "Text":
+        return ""
+    if kind == "Discrete":
+        first, last = int(space.start), int(space.start + space.n - 1)
+        return f"An action is a whole number from {first} to {last}, as in {_OPEN}{first}{_CLOSE}."
+    if kind in ("MultiDiscrete", "MultiBinary") and len(space.shape) == 1:
+        first, last = _bounds(space)
+        ranges = ", ".join(f"{low} to {high}" for low, high in zip(first, last, strict=True))
+        example = " ".join(map(str, first))
+        return f"An action is {len(first)} whole numbers ({ranges}), as in {_OPEN}{example}{_CLOSE}."
+    raise UsageError(
+        f"The environment gymnasium takes text and whole numbers as actions, and this game has {space}; map words to "
+        "its actions with actions."
+    )
+
+
+def parse_action(word: str, space: Any) -> Any:
+    """The action that a reply names in a space; ValueError when it is none."""
+    kind = type(space).__name__
+    if space is None:
+        return word
+    if kind == "Text":
+        action: Any = word
+    elif kind == "Discrete":
+        action = int(word)
+    else:
+        action = np.array([int(number) for number in word.replace(",", " ").split()], dtype=space.dtype)
+    if not space.contains(action):
+        raise ValueError(word)
+    return action
+
+
+def _bounds(space: Any) -> tuple[list[int], list[int]]:
+    """The first and the last value of each number of a MultiDiscrete or MultiBinary space."""
+    if type(space).__name__ == "MultiBinary":
+        return [0] * int(space.shape[0]), [1] * int(space.shape[0])
+    first = [int(start) for start in space.start]
+    return first, [start + int(count) - 1 for start, count in zip(first, space.nvec, strict=True)]
+
+
+def _make_gymnasium_game(name: str, settings: Mapping[str, Any]) -> Any:
+    gymnasium = import_package("gymnasium", environment="gymnasium", install="'miles-rl[environments]'")
+    try:
+        return gymnasium.make(name, **settings)
+    except gymnasium.error.UnregisteredEnv as error:
+        raise DataError(f"gymnasium has no game {name}: {error}") from error
 
 
 class TextArenaGame:
