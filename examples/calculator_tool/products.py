@@ -16,27 +16,14 @@ from miles.models.tokenizer import HfTokenizer, load_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 import word_tokenizer
+from small_model import END, SPECIAL, TEMPLATE
 from training_runs import write_rows
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "'
 DONE = '"}}\n</tool_call>'
-END = "<|im_end|>"
-SPECIAL = ("<|im_start|>", END)
 PIECES = ("system\n", "calculator", "user\n", "assistant\n", CALL, DONE, "<tool_response>\n", "\n</tool_response>")
 LETTERS = "0123456789+-*\n?"
 """Each a token, and so is each of the pieces above; anything else reads as a question mark."""
-
-TEMPLATE = (
-    "{% for t in tools or [] %}<|im_start|>system\n{{ t.function.name }}" + END + "\n{% endfor %}"
-    "{% for m in messages %}<|im_start|>"
-    "{% if m.role == 'tool' %}user\n<tool_response>\n{{ m.content }}\n</tool_response>"
-    "{% elif m.role != 'assistant' %}{{ m.role }}\n{{ m.content }}"
-    "{% else %}assistant\n{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>\n"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
-    "{% endif %}" + END + "\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def write_start(folder: Path, *, seed: int = 0, demonstrations: int = 4096, questions: int = 2048) -> None:

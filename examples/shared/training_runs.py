@@ -30,16 +30,19 @@ def run_stages(
     warmup_flags: Callable[[Path, Path], list[str]],
     grpo_flags: Callable[[Path, Path, Path], list[str]],
     evaluated: Sequence[str],
+    roles: Sequence[str] = (),
 ) -> None:
     """Supervised fine-tuning of ``root/start``, then GRPO on its last checkpoint; prints rewards before and after.
 
     The flags are those of ``miles train`` for these folders: the start and where to save, and between them for GRPO the
-    checkpoint that it starts from. ``evaluated`` are the sets of held-out rows.
+    checkpoint that it starts from. ``evaluated`` are the sets of held-out rows, ``roles`` those of several policies.
     """
     start, warmup, grpo = root / "start", root / "warmup", root / "grpo"
     train = [sys.executable, "-m", "miles.launch.main", "train"]
     subprocess.run([*train, *warmup_flags(start, warmup)], check=True)
     subprocess.run([*train, *grpo_flags(start, newest(warmup), grpo)], check=True)
     for name in evaluated:
-        before, after = (row[f"eval/{name}/reward"] for row in measured(grpo, "eval"))
-        print(f"{name}: {before:.2f} right before GRPO, {after:.2f} after")
+        for role in roles or ("",):
+            metric = f"eval/{name}/reward/{role}".rstrip("/")
+            before, after = (row[metric] for row in measured(grpo, "eval"))
+            print(f"{f'{name} {role}'.rstrip()}: reward {before:.2f} before GRPO, {after:.2f} after")

@@ -28,6 +28,7 @@ from miles.models.checkpoint.safetensors_io import write_json
 from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
+from small_model import END, SPECIAL, TEMPLATE
 from training_runs import write_rows
 from word_tokenizer import write_tokenizer
 
@@ -47,19 +48,6 @@ OTHERS = {"files": ("write_file", "list_files", "grep")}
 HAVE_FILES = ("python", "shell", "files")
 HELD_OUT = 32
 TRIES = 5
-END = "<|im_end|>"
-SPECIAL = ("<|im_start|>", END)
-TEMPLATE = (
-    "{% for t in tools or [] %}<|im_start|>system\n{{ t.function.name }}" + END + "\n{% endfor %}"
-    "{% for m in messages %}<|im_start|>"
-    "{% if m.role == 'tool' %}user\n<tool_response>\n{{ m.content }}\n</tool_response>"
-    "{% elif m.role != 'assistant' %}{{ m.role }}\n{{ m.content }}"
-    "{% else %}assistant\n{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>\n"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
-    "{% endif %}" + END + "\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def around(kind: str) -> tuple[str, str]:

@@ -1,0 +1,39 @@
+"""Teach a small model to choose between the tools of an MCP server: a warm-up on demonstrations, then GRPO.
+
+python examples/mcp_tools/run.py [FOLDER]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
+sys.path.insert(0, str(Path(__file__).parent))
+import stage_flags
+from shop import write_start
+from training_runs import run_stages
+
+WARMUP_STEPS = 200
+STEPS = 30
+
+
+def warmup_flags(start: Path, save: Path, steps: int = WARMUP_STEPS) -> list[str]:
+    return stage_flags.warmup(start, save, steps)
+
+
+def grpo_flags(start: Path, warm: Path, save: Path, steps: int = STEPS) -> list[str]:
+    """GRPO; the right number is worth 1."""
+    server = ("--generate-tools", "mcp:shop", "--mcp-servers", str(start / "servers.json"))
+    means = stage_flags.in_turns(3, *server, "--rm-type", "exact")
+    return ["--hf-checkpoint", str(warm), *stage_flags.grpo(start, save, steps), *means]
+
+
+def main() -> None:
+    root = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/mcp_tools")
+    write_start(root / "start")
+    run_stages(root, warmup_flags, grpo_flags, ("heldout",))
+
+
+if __name__ == "__main__":
+    main()
