@@ -35,10 +35,11 @@ def read(config: Mapping[str, Any]) -> DecoderSpec:
     mixer = mla.read_mla(reader, interleaved=reader.flag("rope_interleave", True))
     if part and not (isinstance(part, int | float) and isclose(part, mixer.rope_dim / mixer.head_dim)):
         reader.reject("rope_parameters", f"has partial_rotary_factor {part!r}, which the sizes of a head contradict")
-    if mixer.rope.kind == "yarn":
+    kind = None if mixer.rope is None else mixer.rope.kind
+    if kind == "yarn":
         mixer = replace(mixer, temperature=read_temperature(reader))
     else:
-        reader.reject("rope_parameters", f"has rope type {mixer.rope.kind}, but only yarn is implemented")
+        reader.reject("rope_parameters", f"has rope type {kind}, but only yarn is implemented")
     sparse = mla.read_moe_layers(reader, default=0)
     moe = mla.read_experts(reader, group_top=2, norm_topk_prob=reader.flag("norm_topk_prob", True))
     return mla.build_decoder_spec(reader, len(sparse) * (mixer,), moe, sparse)
