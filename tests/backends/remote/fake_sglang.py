@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiohttp import web
+from tests.backends.remote.harness import serve_app
 
 
 class FakeSglang:
@@ -160,11 +161,5 @@ async def serving(fake: FakeSglang) -> AsyncIterator[str]:
     for path, handler in {"/v1/models": fake.models, "/server_info": fake.info, "/model_info": fake.info}.items():
         app.router.add_get(path, handler)
     app.router.add_route("*", "/{path:.*}", fake.control)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with serve_app(app) as address:
+        yield address

@@ -102,6 +102,18 @@ def url_of(hosted: Hosted) -> str:
 
 
 @asynccontextmanager
+async def serve_app(app: web.Application) -> AsyncIterator[str]:
+    """The address of an application on a free port of loopback."""
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
 async def mortal(url: str, after: int) -> AsyncIterator[str]:
     """A proxy to ``url`` that hangs up on every answer behind its ``after``-th event, and says all else truly."""
     async with aiohttp.ClientSession() as session:
@@ -122,11 +134,5 @@ async def mortal(url: str, after: int) -> AsyncIterator[str]:
 
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", pass_on)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            await runner.cleanup()
+        async with serve_app(app) as address:
+            yield address
