@@ -174,7 +174,7 @@ IRREGULAR_PARTICIPLES = frozenset(
     ]
 )
 NOT_PARTICIPLES = frozenset({"embed", "exceed", "feed", "need", "proceed", "seed", "speed"})
-SINGLE_IMPORTER_LIMIT = 30
+SINGLE_IMPORTER_LIMIT = 26
 # Modules at upstream's import paths, for hooks written for it: their names are upstream's, and each is a few lines.
 UPSTREAM_MODULES = (
     "backends/megatron_utils",
@@ -426,6 +426,7 @@ def test_few_small_modules_have_a_single_importer():
         for file in FILES
         if file.name != "__init__.py"
         and not is_upstream_module(file)
+        and file.parent.name != "families"  # imported by their registry alone
         and len(importers[_module_name(file)]) == 1
         and len(file.read_text(encoding="utf-8").splitlines()) < 70
     ]

@@ -7,10 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swebench.harness import constants, grading  # type: ignore[import-not-found]
-from swebench.harness.log_parsers import PARSER_REGISTRY  # type: ignore[import-not-found]
-from swebench.types import TestSpec  # type: ignore[import-not-found]
-
 from miles.rollout.reward.types import BadLabel
 
 
@@ -19,6 +15,10 @@ def grade_log(output: str, exit_status: int, task: Mapping[str, Any]) -> dict[st
 
     ``task`` has ``instance_id``, ``FAIL_TO_PASS``, ``PASS_TO_PASS``, ``log_parser`` and ``eval_type``.
     """
+    from swebench.harness import constants, grading  # type: ignore[import-not-found]
+    from swebench.harness.log_parsers import PARSER_REGISTRY  # type: ignore[import-not-found]
+    from swebench.types import TestSpec  # type: ignore[import-not-found]
+
     parser = task["log_parser"]
     if parser not in PARSER_REGISTRY:
         raise BadLabel(f"swebench has no log_parser {parser}; it has {', '.join(PARSER_REGISTRY)}")
