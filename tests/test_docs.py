@@ -63,7 +63,8 @@ OTHERS = {
         *("--address", "--head", "--labels", "--entrypoint-resources", "--entrypoint-num-gpus"),
         *("--working-dir", "--runtime-env-json"),
         *("--build-arg", "--rm", "--gpus", "--shm-size", "--frozen", "--extra", "--repo"),
-        *("--network", "--ipc", "--read-only", "--tmpfs", "--read-only-tmpfs", "--cap-drop", "--security-opt", "--user"),
+        *("--network", "--ipc", "--read-only", "--tmpfs", "--read-only-tmpfs"),
+        *("--cap-drop", "--security-opt", "--user"),
         *("--memory", "--memory-swap", "--pids-limit", "--ulimit", "--log-driver"),
     ),
 }
