@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,12 @@ from miles.core.errors import UsageError
 from miles.core.types import Prompt
 from miles.rollout.config import RolloutConfig
 from miles.rollout.reward.code import CodeReward
+from miles.rollout.sandbox import container_launcher
 from miles.rollout.sandbox.build import build_sandbox
 from miles.rollout.sandbox.container import container_flags
 from miles.rollout.sandbox.isolation import SandboxError
-from miles.rollout.sandbox.protocol import MIB, SandboxLimits
+from miles.rollout.sandbox.protocol import MIB, IsolationPlan, SandboxLimits, decode_result, encode_request
+from miles.rollout.sandbox.run import build_request
 from miles.rollout.tools.code import CodeRunner, build_python_tool, build_shell_tool
 from miles.rollout.tools.workspace import temporary_workspace
 
@@ -138,6 +141,37 @@ def test_a_program_runs_in_a_container_of_the_image(engine):
 def test_a_command_that_is_not_there_is_the_sandbox_s_error(engine):
     with pytest.raises(SandboxError, match="FileNotFoundError"):
         run(["no-such-command"])
+
+
+FORGE = """
+import os, struct, sys
+answer = b'[0, null, null, 0.0, "", 6, 0]'
+for path in ("/proc/{0}/fd/1", "/proc/{0}/mem"):
+    try:
+        os.write(os.open(path.format(os.getppid()), os.O_WRONLY), struct.pack("<Q", len(answer)) + answer + b"passed")
+    except OSError as error:
+        print(type(error).__name__)
+"""
+
+
+def test_a_program_cannot_write_the_result_of_its_launcher():
+    python = shutil.which("python3", path=os.defpath) or "python3"
+    nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--no-new-privs"]
+    if subprocess.run([*nobody, python, "-c", f"import os; os.execl({python!r}, 'python3', '-V')"]).returncode:
+        pytest.skip("tests cannot run python3 as another user here")
+    request = build_request(IsolationPlan(), FORGE, limits=SandboxLimits(cpu=1e12), python=python)
+    data = encode_request(request._replace(readable=(), temporary=""))
+    with tempfile.TemporaryDirectory() as scratch:
+        os.chmod(scratch, 0o777)
+        source = Path(container_launcher.__file__).read_text()
+        with subprocess.Popen(
+            [*nobody, python, "-I", "-S", "-B", "-c", source, scratch], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as launcher:
+            assert launcher.stdin is not None and launcher.stdout is not None
+            launcher.stdin.write(data)
+            launcher.stdin.flush()
+            result = decode_result(launcher.stdout.read())
+    assert result is not None and result.stdout == b"PermissionError\nPermissionError\n"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ When this process exits, the kernel kills every other process of the container.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import os
@@ -24,6 +25,7 @@ _PIPE_BYTES = 1 << 16
 _FIRST_FREE = 16  # descriptors from here on are not those that a program is given
 _OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 _PIDS_COUNTERS = ("/sys/fs/cgroup/pids.events", "/sys/fs/cgroup/pids/pids.events")
+_PR_SET_DUMPABLE = 4  # of prctl(2)
 
 
 class Limits(NamedTuple):
@@ -79,6 +81,7 @@ def start(argv: Sequence[str], streams: Sequence[int], folder: str, user: int | 
         moved = [fcntl.fcntl(stream, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE) for stream in streams]
         for number, stream in enumerate(moved):
             os.dup2(stream, number)
+        _set_traceable(True)  # for the next line alone: exec decides for the program
         _make_first_victim()
         if user is not None:
             os.setgroups([])
@@ -93,6 +96,12 @@ def start(argv: Sequence[str], streams: Sequence[int], folder: str, user: int | 
         os.write(write_end, f"{type(error).__name__}: {error}".encode())
     finally:
         os._exit(127)
+
+
+def _set_traceable(traceable: bool) -> None:
+    """Whether processes of the same user may trace this one, or open its descriptors and write a result to them."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, int(traceable), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE) failed")
 
 
 def _make_first_victim() -> None:
@@ -247,6 +256,7 @@ def run_program(head: dict[str, Any], text: bytes, folder: str, users: Sequence[
 def main() -> None:
     """The arguments are the scratch folder, and where the program and its companion get users of their own, these."""
     folder, users = sys.argv[1], [int(word) for word in sys.argv[2:]]
+    _set_traceable(False)
     try:
         head = json.loads(read_exactly(_LENGTH.unpack(read_exactly(_LENGTH.size))[0]))
         write_files(folder, [(name, read_exactly(size)) for name, size in head["files"]])
