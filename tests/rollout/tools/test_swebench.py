@@ -169,6 +169,8 @@ def test_what_is_wrong_with_a_row_is_said(swebench, row, repositories, tmp_path)
         play(prompt_of(row, tmp_path / "nowhere"), [])
     with pytest.raises(EnvironmentFailed, match="git archive failed"):
         play(prompt_of(row | {"base_commit": "0" * 40}, repositories), [])
+    with pytest.raises(DataError, match="base_commit must be the hash of a commit, and is '--output=x'"):
+        play(prompt_of(row | {"base_commit": "--output=x"}, repositories), [])
     with pytest.raises(DataError, match="FAIL_TO_PASS is not JSON"):
         play(prompt_of(row | {"FAIL_TO_PASS": "[test"}, repositories), [])
     with pytest.raises(DataError, match="swebench has no log_parser parse_log_cobol"):

@@ -46,6 +46,7 @@ _GIT_SECONDS = 600.0
 _GRADE_SECONDS = 120.0
 _GRADE_MEMORY = 64 << 30  # of address space
 _PATHS = re.compile(r"^diff --git a/(.+) b/(.+)$", re.MULTILINE)
+_COMMIT = re.compile(r"[0-9a-f]{7,64}")
 _PYTEST = "{python} -m pytest -rA --tb=no -p no:cacheprovider {tests}"
 
 
@@ -76,6 +77,8 @@ def parse_swebench_row(prompt: Prompt, log_parser: str) -> SweBenchTask:
             f"Prompt {prompt.id}: metadata has no {missing[0]}, which SWE-bench's format has; convert rows with "
             "python -m miles.rollout.data.swebench."
         )
+    if not _COMMIT.fullmatch(str(row["base_commit"])):
+        raise DataError(f"Prompt {prompt.id}: base_commit must be the hash of a commit, and is {row['base_commit']!r}.")
     return SweBenchTask(
         instance_id=str(row["instance_id"]),
         repo=str(row["repo"]),
@@ -243,18 +246,22 @@ def _extract(archive: bytes, folder: Path) -> None:
 
 def _git(*arguments: str, folder: str | None = None, stdin: bytes = b"") -> bytes:
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": tempfile.gettempdir(), "GIT_TERMINAL_PROMPT": "0"}
-    done = subprocess.run(
-        ["git", *arguments],
-        cwd=folder,
-        input=stdin,
-        capture_output=True,
-        check=False,
-        env=environment,
-        timeout=_GIT_SECONDS,
-    )
+    verb = arguments[0 if folder else 2]
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=folder,
+            input=stdin,
+            capture_output=True,
+            check=False,
+            env=environment,
+            timeout=_GIT_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise EnvironmentFailed(f"git {verb} took longer than {_GIT_SECONDS:g} s") from error
     if done.returncode:
         said = (done.stderr.decode(errors="replace").strip().splitlines() or ["nothing was said"])[0]
-        raise EnvironmentFailed(f"git {arguments[0 if folder else 2]} failed: {said}")
+        raise EnvironmentFailed(f"git {verb} failed: {said}")
     return done.stdout
 
 
