@@ -82,7 +82,7 @@ def capture_activations(decoder: Decoder, trace: ActivationTrace) -> Iterator[No
 def _hook_layer(layer: DecoderLayer, index: int, trace: ActivationTrace) -> list[Any]:
     """Hook the parts of a layer that are called as modules."""
     hooks: list[Any] = []
-    for name in ("attention", "mla", "delta", "mamba", "short_conv"):
+    for name in ("attention", "mla", "delta", "kda", "mamba", "short_conv"):
         if hasattr(layer, name):
             mixer = layer.get_submodule(name)
             hooks.append(mixer.register_forward_pre_hook(_record_input(trace, index, "norm")))

@@ -47,7 +47,8 @@ def merged_model(model: PreTrainedModel, factors: LoraFactors | None) -> PreTrai
     model = copy.deepcopy(model)
     with torch.no_grad():
         for module, own in ({} if factors is None else factors.modules).items():
-            weight = model.get_submodule(module).weight
+            # what checkpoints of Mixtral and Kimi-Linear name otherwise than transformers' modules
+            weight = model.get_submodule(module.replace(".block_sparse_moe.", ".mlp.")).weight
             delta = own.scale * (own.b_Or.double() @ own.a_rI.double())
             weight.copy_((weight.double() + delta).to(weight.dtype))
     return model

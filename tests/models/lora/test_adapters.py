@@ -26,6 +26,7 @@ from miles.models.lora.targets import LoraSpec, list_targets, peft_target_module
 SOME = [
     *("qwen3", "qwen2", "phi3", "gemma2", "llama linear rope and biases", "qwen3 moe", "qwen2 moe", "deepseek v3"),
     *("deepseek v3.2", "glm-4.5", "gpt-oss", "hybrid qwen3 next", "hybrid qwen3.5 moe", "hybrid nemotron h"),
+    *("hybrid kimi linear", "lfm2 moe", "hunyuan moe"),
 ]
 
 

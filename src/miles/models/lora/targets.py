@@ -30,6 +30,7 @@ _GROUPS = {
     "attention": "attn",
     "mla": "attn",
     "delta": "attn",
+    "kda": "attn",
     "mamba": "attn",
     "short_conv": "attn",
     "mlp": "mlp",
@@ -40,7 +41,7 @@ VISION = "vision"
 _VISION_GROUPS = {"attention": "vision.attn", "mlp": "vision.mlp"}
 _PROJECTOR = "vision.projector"
 # Small projections of a mixer that only select or scale.
-_EXCLUDED = ("ba", "indexer")
+_EXCLUDED = ("ba", "b", "f_a", "f_b", "g_a", "g_b", "indexer")
 EXPERTS = "experts"
 _EXPERT_PARAMS = ("gate_up", "up", "down")
 # Megatron's names of a layer's matrices: module of a layer -> matrix -> name.
@@ -57,6 +58,7 @@ _MEGATRON_NAMES = {
         "output": "linear_proj",
     },
     "delta": {"qkvz": "in_proj", "output": "out_proj"},
+    "kda": _MEGATRON_ATTENTION,
     "mamba": {"input": "in_proj", "output": "out_proj"},
     "short_conv": {"input": "in_proj", "output": "out_proj"},
     "mlp": _MEGATRON_MLP,
