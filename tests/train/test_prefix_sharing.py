@@ -33,6 +33,7 @@ from miles.train.prefix_sharing import (
     bundle_by_prefix,
     compute_runs,
     count_tree_tokens,
+    join_trees,
 )
 
 CPU = torch.device("cpu")
@@ -98,6 +99,15 @@ def test_bundles_hold_every_sample_once_and_no_more_than_fits(found, limit, toge
         assert len({made[i].prompt for i in b.members}) == 1
         assert b.tokens == count_tree_tokens([made[i] for i in b.members], min_shared=2)
         assert b.tokens <= limit or len(b.members) <= together
+
+
+@given(texts_of.filter(any))
+def test_the_trees_of_bundles_are_together_the_tree_of_all(found):
+    made = sorted(paths(found), key=lambda path: path.prompt)
+    whole = build_prefix_tree(made, min_shared=2)
+    joined = join_trees([bundle.tree for bundle in bundle_by_prefix(made, limit=1000, min_shared=2)])
+    assert (joined.nodes, joined.ends) == (whole.nodes, whole.ends)
+    assert np.array_equal(joined.kept_T, whole.kept_T) and np.array_equal(joined.slot_P, whole.slot_P)
 
 
 @pytest.mark.parametrize(("prompts", "parts", "units"), [(1, 1, 1), (1, 4, 8), (2, 2, 4), (8, 2, 8)])

@@ -267,10 +267,12 @@ def pack_micro_batch(
     replay: bool,
     share: bool = False,
     min_shared: int | None = None,
+    tree: PrefixTree | None = None,
 ) -> MicroBatch:
     """Pack the ``chosen`` samples; ``replay`` includes the engine's routed experts.
 
-    With ``share`` samples of one prompt share common prefixes of at least ``min_shared`` tokens; None: a default.
+    With ``share`` samples of one prompt share common prefixes of at least ``min_shared`` tokens; None: a default. Their
+    prefix ``tree`` is built if it is not given.
     """
     sizes = flat.length_S[chosen]
     position_P = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -278,7 +280,10 @@ def pack_micro_batch(
     before_R = np.flatnonzero(flat.mask_N[token_P + 1])
     trained_R = token_P[before_R] + 1
     sample_R = np.repeat(np.arange(len(chosen)), sizes)[before_R]
-    tree = _build_tree(flat, chosen, replay=replay, min_shared=min_shared) if share else None
+    if share and tree is None:
+        tree = build_prefix_tree(build_token_paths(flat, chosen, replay=replay), min_shared=min_shared)
+    if tree is not None and len(tree.kept_T) == len(tree.slot_P):
+        tree = None  # they share nothing
     replay_PLk = _build_replay([flat.samples[i] for i in chosen], sizes.tolist()) if replay else None
 
     def deduplicate(x_P: Array) -> Array:
@@ -320,12 +325,6 @@ def _pack_images(flat: FlatBatch, chosen: Sequence[int], tree: PrefixTree | None
         images=tuple(truncate_images(sample, length) for sample, length in samples),
         slot_P=None if tree is None else tree.slot_P,
     )
-
-
-def _build_tree(flat: FlatBatch, chosen: Sequence[int], *, replay: bool, min_shared: int | None) -> PrefixTree | None:
-    """Build the prefix tree of the samples; None if they share nothing."""
-    tree = build_prefix_tree(build_token_paths(flat, chosen, replay=replay), min_shared=min_shared)
-    return tree if len(tree.kept_T) < len(tree.slot_P) else None
 
 
 def _collect_teacher_logprobs(

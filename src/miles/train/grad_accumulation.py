@@ -24,7 +24,7 @@ from miles.train.logprobs import HeadOutput, compute_logprobs
 from miles.train.micro_batching import PatchLimit
 from miles.train.model_protocols import FrozenModel, KeptTensors, TrainModel
 from miles.train.packed_images import truncate_images
-from miles.train.prefix_sharing import bundle_by_prefix
+from miles.train.prefix_sharing import PrefixTree, TreeBuilder, bundle_by_prefix, join_trees
 
 _LOGP, _ENTROPY = "logp", "token_entropy"
 _LOAD = "expert_load"
@@ -128,7 +128,7 @@ def build_micro_batches(
     count = None if config.micro_batch_size is None or config.use_dynamic_batch_size else config.micro_batch_size
     limit = config.max_tokens_per_gpu * dp_group.cp_size if share and count is None else None
     patches = _PatchCounter(flat, config.max_patches_per_gpu, patches_per_feature)
-    units, lengths = _build_units(
+    units, lengths, trees = _build_units(
         flat, unit_size=unit_size, replay=replay, limit=limit, dp_size=dp_group.dp_size, patches=patches
     )
     if not units:
@@ -147,10 +147,14 @@ def build_micro_batches(
         patch_limit=patches.build_limit(units),
     )[dp_group.dp_rank]
     smallest = units[min(range(len(units)), key=lengths.__getitem__)]
+
+    def pack(chosen: Sequence[int]) -> MicroBatch:
+        samples = [i for unit in chosen for i in units[unit]]
+        tree = _join_trees(flat, [units[unit] for unit in chosen], [trees[unit] for unit in chosen]) if trees else None
+        return pack_micro_batch(flat, samples, device=device, replay=replay, share=share, tree=tree)
+
     return [
-        pack_micro_batch(flat, [i for unit in chosen for i in units[unit]], device=device, replay=replay, share=share)
-        if chosen
-        else _make_idle(pack_micro_batch(flat, smallest, device=device, replay=replay))
+        pack(chosen) if chosen else _make_idle(pack_micro_batch(flat, smallest, device=device, replay=replay))
         for chosen in bins
     ]
 
@@ -186,8 +190,10 @@ class _PatchCounter:
 
 def _build_units(
     flat: FlatBatch, *, unit_size: int, replay: bool, limit: int | None, dp_size: int, patches: _PatchCounter
-) -> tuple[list[list[int]], list[int]]:
-    """Return the units that stay together and their token counts; with ``limit``, bundles of samples of a prompt."""
+) -> tuple[list[list[int]], list[int], list[TreeBuilder]]:
+    """Return the units that stay together and their token counts; with ``limit``, bundles of samples of a prompt and
+    their prefix trees.
+    """
     trained = np.flatnonzero(flat.length_S).tolist()
     if limit is not None:
         paths = build_token_paths(flat, trained, replay=replay)
@@ -198,9 +204,16 @@ def _build_units(
             unit_size=unit_size,
             fits=lambda members: patches.fits([trained[i] for i in members]),
         )
-        return [[trained[i] for i in bundle.members] for bundle in bundles], [bundle.tokens for bundle in bundles]
+        units = [[trained[i] for i in bundle.members] for bundle in bundles]
+        return units, [bundle.tokens for bundle in bundles], [bundle.tree for bundle in bundles]
     units = [trained[start : start + unit_size] for start in range(0, len(trained), unit_size)]
-    return units, [int(flat.length_S[unit].sum()) for unit in units]
+    return units, [int(flat.length_S[unit].sum()) for unit in units], []
+
+
+def _join_trees(flat: FlatBatch, units: Sequence[Sequence[int]], trees: Sequence[TreeBuilder]) -> PrefixTree | None:
+    """Return the prefix tree of units in one micro-batch; None where two are of one prompt, and may share more."""
+    prompts = {flat.samples[unit[0]].prompt_id for unit in units}
+    return join_trees(trees) if len(prompts) == len(units) else None
 
 
 def _make_idle(rows: MicroBatch) -> MicroBatch:

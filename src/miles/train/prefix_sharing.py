@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 
 import numpy as np
@@ -71,10 +71,11 @@ class PrefixTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixBundle:
-    """Samples that are packed into one micro-batch together, and their number of tokens there."""
+    """Samples of one prompt that are packed into one micro-batch together, and their number of tokens there."""
 
     members: tuple[int, ...]
     tokens: int
+    tree: TreeBuilder = field(repr=False, compare=False)
 
 
 # -- building the tree ------------------------------------------------------------------------
@@ -90,31 +91,42 @@ class _BuildNode:
     parent: int | None
 
 
-class _TreeBuilder:
+class TreeBuilder:
     """Nodes in order of discovery, parents before children, and the last node of each sample."""
 
     def __init__(self, paths: Sequence[TokenPath], min_shared: int | None) -> None:
         self.paths = paths
         self._min_shared = min_shared
-        self._lists = [path.tokens.tolist() if len(path) <= _SHORT_PATH else None for path in paths]
+        self.sizes = [len(path.tokens) for path in paths]
+        self._lists = [
+            path.tokens.tolist() if size <= _SHORT_PATH and path.routed is None else None
+            for path, size in zip(paths, self.sizes, strict=True)
+        ]
         self.nodes: list[_BuildNode] = []
         self.ends: dict[int, int] = {}
 
     def add(self, members: Sequence[int], start: int, parent: int | None) -> None:
         """Add samples that are equal up to ``start`` and continue node ``parent``."""
-        first = members[0]
-        common = min(self._common_end(first, i, start) for i in members)
+        first, sizes = members[0], self.sizes
+        common = min([self._common_end(first, i, start) for i in members[1:]], default=sizes[first])
         if len(members) > 1 and common - start < self._get_min_shared(common):
             # Too few tokens to share: samples that continue together try again, and those that end here stay alone.
             for part in self._group_by_token(members, common):
-                for subset in [part] if len(self.paths[part[0]]) > common else [[i] for i in part]:
+                for subset in [part] if sizes[part[0]] > common else [[i] for i in part]:
                     self.add(subset, start, parent)
             return
         node = len(self.nodes)
         self.nodes.append(_BuildNode(first, start, common, parent))
-        self.ends |= dict.fromkeys((i for i in members if len(self.paths[i]) == common), node)
-        for part in self._group_by_token([i for i in members if len(self.paths[i]) > common], common):
+        if len(members) == 1:
+            self.ends[first] = node
+            return
+        self.ends |= dict.fromkeys((i for i in members if sizes[i] == common), node)
+        for part in self._group_by_token([i for i in members if sizes[i] > common], common):
             self.add(part, common, node)
+
+    def count_tokens(self) -> int:
+        """Return the number of tokens in the tree."""
+        return sum(node.end - node.start for node in self.nodes)
 
     def _get_min_shared(self, fork: int) -> int:
         """Return how many tokens must be shared before a fork at this position."""
@@ -124,13 +136,13 @@ class _TreeBuilder:
 
     def _common_end(self, a: int, b: int, start: int) -> int:
         """Return the end of the common prefix of two samples that are equal up to ``start``."""
-        left, right = self.paths[a], self.paths[b]
-        end = min(len(left), len(right))
+        end = min(self.sizes[a], self.sizes[b])
         left_list, right_list = self._lists[a], self._lists[b]
-        if left_list is not None and right_list is not None and left.routed is None and right.routed is None:
+        if left_list is not None and right_list is not None:
             while start < end and left_list[start] == right_list[start]:
                 start += 1
             return start
+        left, right = self.paths[a], self.paths[b]
         differ = left.tokens[start:end] != right.tokens[start:end]
         if left.routed is not None or right.routed is not None:
             if left.routed is None or right.routed is None:
@@ -142,17 +154,18 @@ class _TreeBuilder:
         """Group samples by their token at ``position``, in order of appearance; those that end there are one group."""
         parts: dict[object, list[int]] = {}
         for i in members:
-            path = self.paths[i]
+            path, tokens = self.paths[i], self._lists[i]
             key: object = None
-            if len(path) > position:
-                key = int(path.tokens[position]), None if path.routed is None else path.routed[position].tobytes()
+            if self.sizes[i] > position:
+                token = int(path.tokens[position]) if tokens is None else tokens[position]
+                key = token, None if path.routed is None else path.routed[position].tobytes()
             parts.setdefault(key, []).append(i)
         return list(parts.values())
 
 
-def _build(paths: Sequence[TokenPath], min_shared: int | None) -> _TreeBuilder:
+def _build(paths: Sequence[TokenPath], min_shared: int | None) -> TreeBuilder:
     assert min_shared is None or min_shared > 0
-    builder = _TreeBuilder(paths, min_shared)
+    builder = TreeBuilder(paths, min_shared)
     prompts: dict[int, list[int]] = {}
     for number, path in enumerate(paths):
         prompts.setdefault(path.prompt, []).append(number)
@@ -167,24 +180,37 @@ def build_prefix_tree(paths: Sequence[TokenPath], *, min_shared: int | None = No
     Samples fork where at least ``min_shared`` tokens were equal since the last fork (MIN_SHARED_TOKENS if not given,
     MIN_SHARED_NEAR_START near the start).
     """
-    builder = _build(paths, min_shared)
-    offsets = [0, *accumulate(map(len, paths))]
-    nodes = tuple(TreeNode(node.end - node.start, node.parent) for node in builder.nodes)
-    ends = tuple(builder.ends[i] for i in range(len(paths)))
-    kept = [np.arange(offsets[n.sample] + n.start, offsets[n.sample] + n.end) for n in builder.nodes]
+    return join_trees([_build(paths, min_shared)])
+
+
+def join_trees(builders: Sequence[TreeBuilder]) -> PrefixTree:
+    """Return the tree of the samples of several builders, one after the other, which share nothing."""
+    nodes: list[TreeNode] = []
+    ends: list[int] = []
+    kept: list[tuple[int, int]] = []
+    first_token = 0
+    for builder in builders:
+        first, offsets = len(nodes), [*accumulate(builder.sizes, initial=first_token)]
+        nodes += [TreeNode(n.end - n.start, None if n.parent is None else n.parent + first) for n in builder.nodes]
+        ends += [builder.ends[i] + first for i in range(len(builder.sizes))]
+        kept += [(offsets[n.sample] + n.start, n.end - n.start) for n in builder.nodes]
+        first_token = offsets[-1]
     return PrefixTree(
-        nodes=nodes,
-        ends=ends,
-        kept_T=np.concatenate(kept) if kept else np.empty(0, np.int64),
-        slot_P=compute_slots(nodes, ends),
+        nodes=tuple(nodes), ends=tuple(ends), kept_T=_concat_ranges(kept), slot_P=compute_slots(nodes, ends)
     )
 
 
 def compute_slots(nodes: Sequence[TreeNode], ends: Sequence[int]) -> NDArray[np.int64]:
     """Return the position in the tree of each token of each sample, concatenated."""
     runs = compute_runs(nodes)
-    slots = [np.arange(first, first + n) for end in ends for first, n in runs[end]]
-    return np.concatenate(slots) if slots else np.empty(0, np.int64)
+    return _concat_ranges([run for end in ends for run in runs[end]])
+
+
+def _concat_ranges(runs: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+    """Return the integers of runs, each given by its first one and its length."""
+    first_N, length_N = np.array(runs, np.int64).reshape(-1, 2).T
+    before_N = np.cumsum(length_N) - length_N
+    return np.arange(int(length_N.sum())) + np.repeat(first_N - before_N, length_N)
 
 
 def collect_ancestors(nodes: Sequence[TreeNode], ends: Sequence[int]) -> list[int]:
@@ -203,7 +229,7 @@ def collect_ancestors(nodes: Sequence[TreeNode], ends: Sequence[int]) -> list[in
 
 def count_tree_tokens(paths: Sequence[TokenPath], *, min_shared: int | None = None) -> int:
     """Return the number of tokens of the samples in one micro-batch, with common prefixes counted once."""
-    return sum(node.end - node.start for node in _build(paths, min_shared).nodes)
+    return _build(paths, min_shared).count_tokens()
 
 
 def bundle_by_prefix(
@@ -229,9 +255,8 @@ def bundle_by_prefix(
     prompts = [list(members) for _, members in groupby(order, key=lambda i: paths[i].prompt)]
 
     def make_bundle(members: list[int]) -> PrefixBundle:
-        return PrefixBundle(
-            members=tuple(members), tokens=count_tree_tokens([paths[i] for i in members], min_shared=min_shared)
-        )
+        tree = _build([paths[i] for i in members], min_shared)
+        return PrefixBundle(members=tuple(members), tokens=tree.count_tokens(), tree=tree)
 
     waiting = [make_bundle(members) for members in reversed(prompts)]
     if dp_size > 1 and len(prompts) < _PROMPTS_PER_RANK * dp_size:
