@@ -22,6 +22,10 @@ from miles.train.logprobs import HeadOutput
 from miles.train.packed_images import PackedImages
 
 KeptTensors = Mapping[str, Tensor]
+ValueCallback = Callable[[int, Tensor], tuple[Tensor | None, KeptTensors]]
+"""Maps a micro-batch index and the values or scores of a model with a scalar head to the loss, if any, and tensors to
+keep.
+"""
 LossCallback = Callable[[int, HeadOutput], tuple[Tensor | None, KeptTensors]]
 """Maps a micro-batch index and the model's output to the loss to differentiate, if any, and tensors to keep."""
 
@@ -182,13 +186,37 @@ class ValueModel(ShardedParameters, Protocol):
         """Return the context of its forward and backward passes: over the policy's base it sets its adapters."""
         ...
 
-    def values(
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], callback: ValueCallback, /) -> list[KeptTensors]:
+        """Compute the value before each trained token, in float32, the loss by the callback, and run backward if there
+        is a loss; as that of a TrainModel.
+        """
+        ...
+
+
+class ValuesFn(Protocol):
+    """Computes the values after the input tokens ``at_R``."""
+
+    def __call__(
         self,
         tokens_T: Tensor,
         positions_T: Tensor,
         lengths: Sequence[int],
         at_R: Tensor,
-        images: PackedImages | None = None,
-    ) -> Tensor:
-        """Return the values after the input tokens ``at_R``, in float32; sequences are concatenated."""
-        ...
+        images: PackedImages | None,
+        /,
+    ) -> Tensor: ...
+
+
+def run_values(
+    compute: ValuesFn, micro_batches: Sequence[MicroBatch], callback: ValueCallback
+) -> list[KeptTensors]:
+    """Implement ``forward_backward`` of a ValueModel that computes one micro-batch at a time."""
+    results: list[KeptTensors] = []
+    for index, rows in enumerate(micro_batches):
+        rows = rows.unshare()
+        values_R = compute(rows.tokens_T, rows.positions_T, rows.lengths, rows.before_R, rows.images)
+        loss, kept = callback(index, values_R)
+        if loss is not None:
+            loss.backward()
+        results.append(kept)
+    return results

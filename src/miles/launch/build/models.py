@@ -15,7 +15,7 @@ import torch
 
 from miles.algo.config import CRITIC_ESTIMATORS
 from miles.algo.registry import AlgoHooks
-from miles.backends.fsdp.local_critic import HEAD, LocalCritic
+from miles.backends.fsdp.local_critic import LocalCritic
 from miles.backends.fsdp.local_model import LocalModel
 from miles.backends.fsdp.lora_critic import HeadCritic, LoraCritic
 from miles.backends.fsdp.lora_model import LoraBaseModel, LoraModel, LoraReference, UnmergedLoraModel
@@ -53,6 +53,7 @@ from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
 from miles.models.checkpoint.convert import convert_checkpoint, plan_conversion
 from miles.models.checkpoint.safetensors_io import config_dtype, read_config
+from miles.models.checkpoint.value_head import HEAD
 from miles.models.lora.layout import adapter_spec
 from miles.models.lora.targets import LoraSpec
 from miles.models.model_provider import ModelProvider, apply_model_provider
