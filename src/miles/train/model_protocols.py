@@ -207,9 +207,7 @@ class ValuesFn(Protocol):
     ) -> Tensor: ...
 
 
-def run_values(
-    compute: ValuesFn, micro_batches: Sequence[MicroBatch], callback: ValueCallback
-) -> list[KeptTensors]:
+def run_values(compute: ValuesFn, micro_batches: Sequence[MicroBatch], callback: ValueCallback) -> list[KeptTensors]:
     """Implement ``forward_backward`` of a ValueModel that computes one micro-batch at a time."""
     results: list[KeptTensors] = []
     for index, rows in enumerate(micro_batches):

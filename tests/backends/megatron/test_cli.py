@@ -44,6 +44,20 @@ def test_a_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path, more: tuple[str, .
     assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
 
 
+def test_a_ppo_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path):
+    inputs = write_inputs(tmp_path / "inputs")
+    ppo = ("--advantage-estimator", "ppo", "--critic-lr", "1e-3")
+    wanted = train(inputs, tmp_path / "fsdp", *ppo)
+    ranks = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2")
+    found = train(inputs, tmp_path / "megatron", *ppo, *ranks)
+    assert len(found) == 3 and found == pytest.approx(wanted, abs=1e-6)
+    last = "checkpoints/step-000003/critic"
+    one, two = (_weights(tmp_path / name / last) for name in ("fsdp", "megatron"))
+    heads = [load_file(tmp_path / name / last / "value_head.safetensors") for name in ("fsdp", "megatron")]
+    assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
+    assert all(torch.allclose(heads[0][n], heads[1][n], atol=2e-3) and heads[0][n].any() for n in heads[0])
+
+
 def test_a_run_of_adapters_on_megatron_is_the_run_on_fsdp(tmp_path: Path):
     inputs = write_inputs(tmp_path / "inputs")
     more = ("--lora-rank", "4", "--use-kl-loss", "--kl-loss-coef", "0.1", "--rollout-backend", "served")

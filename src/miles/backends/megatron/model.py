@@ -23,7 +23,7 @@ from miles.backends.megatron.forward import run_forward_backward
 from miles.backends.megatron.layer_spec import GPTBackbone, build_gpt_backbone
 from miles.backends.megatron.lora import attach_adapters, find_part
 from miles.backends.megatron.parallel_state import ParallelState, initialize_parallel_state
-from miles.backends.megatron.param_mapping import TIED, ParamMapping, build_param_mappings
+from miles.backends.megatron.param_mapping import TIED, ParamMapping, build_head_mappings, build_param_mappings
 from miles.backends.megatron.param_registry import ParamRegistry
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig, build_transformer_config
 from miles.cluster.parallel_dims import ParallelDims
@@ -62,12 +62,14 @@ def load_megatron_model(
     device: torch.device | None = None,
     config: Mapping[str, Any] | None = None,
     like: Path | None = None,
+    scalar_head: Mapping[str, tuple[int, ...]] | None = None,
 ) -> MegatronModel:
     """Load the model of the Hugging Face ``folder`` over the ranks of torch's default group; every rank calls it.
 
     ``flags`` are Megatron's own, as on a command line. ``device`` is this rank's; by default its current GPU, or the
     CPU. Saved weights are accompanied by ``config`` and the tokenizer files of ``like``, by default those of
-    ``folder``. Transformer Engine is used where it is installed, unless ``transformer_engine`` is false.
+    ``folder``. Transformer Engine is used where it is installed, unless ``transformer_engine`` is false. With the
+    shapes of a ``scalar_head`` the model has this head too, with zeros; see ``scalar_head``.
     """
     fields = parse_flags(flags)
     distributed_optimizer = bool(fields.pop(DISTRIBUTED_OPTIMIZER, False))
@@ -84,7 +86,13 @@ def load_megatron_model(
     patches.patch_optimizer_without_te()
     like = Path(folder) if like is None else like
     model = MegatronModel(
-        tf_config, state, frozen=frozen, distributed_optimizer=distributed_optimizer, config=config, like=like
+        tf_config,
+        state,
+        frozen=frozen,
+        distributed_optimizer=distributed_optimizer,
+        config=config,
+        like=like,
+        scalar_head=scalar_head or {},
     )
     model.load(Path(folder))
     return model
@@ -94,6 +102,8 @@ class MegatronModel:
     """A TrainModel over Megatron's modules, filled by ``load``; a ``frozen`` one takes no gradient.
 
     With ``distributed_optimizer`` its optimizer is Megatron's: see ``optimizer``. Its kernels are not batch-invariant.
+    A ``scalar_head`` on the last stage, given by its tensors' shapes, is trained in float32; the decoder's own head,
+    unless it is the embedding, is then not trained.
     """
 
     numerics: Numerics = FAST
@@ -107,6 +117,7 @@ class MegatronModel:
         distributed_optimizer: bool = False,
         config: Mapping[str, Any] | None = None,
         like: Path | None = None,
+        scalar_head: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.tf_config = tf_config
         self.state = state
@@ -115,11 +126,27 @@ class MegatronModel:
         self._stopwatch, self._tokens = Stopwatch(tf_config.param_device), 0
         self._has_adapters = False
         self._chunks = _build_chunks(tf_config, state)
-        self.mappings: Mapping[str, ParamMapping] = build_param_mappings(
+        self.scalar_head = dict(scalar_head or {})
+        for chunk in self._chunks:
+            if chunk.post_process:
+                chunk.add_scalar_head(self.scalar_head, tf_config.param_device)
+        self._decoder_mappings = build_param_mappings(
             tf_config.decoder_spec, transformer_engine=tf_config.transformer_engine
         )
+        self.mappings: Mapping[str, ParamMapping] = {
+            **self._decoder_mappings,
+            **build_head_mappings(self.scalar_head),
+        }
         use_buffers = distributed_optimizer and not frozen
-        self._registry = ParamRegistry(self._chunks, tf_config, state, trained=not frozen, buffers=use_buffers)
+        self._registry = ParamRegistry(
+            self._chunks,
+            tf_config,
+            state,
+            self.mappings,
+            trained=not frozen,
+            buffers=use_buffers,
+            scalar_head=self.scalar_head,
+        )
         self._buffers = (
             ParamGradBuffers(self._chunks, tf_config, self._registry, self.mappings) if use_buffers else None
         )
@@ -299,12 +326,16 @@ class MegatronModel:
         if self.dp_group.is_lead:
             decoder.load_state_dict(gathered, assign=True)
             hf.export(decoder, folder, like=self._like, config=self._config)
-        self.state.world_group.sum(torch.zeros((), device=self.device))  # until the files are written
+        self.barrier()  # until the files are written
+
+    def barrier(self) -> None:
+        """Wait until every rank has called it."""
+        self.state.world_group.sum(torch.zeros((), device=self.device))
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Load this rank's parts: only the tensors of its stage and its own experts are read."""
-        config, mappings = read_config(folder), self.mappings
+        config, mappings = read_config(folder), self._decoder_mappings
         sources = locate_tensors(spec_from_config(config), stored_tensors(folder), read_quant_config(config), folder)
         shapes = {name: param_shape(tuple(s.piece for s in parts)) for name, parts in sources.items()}
         mismatched = sources.keys() ^ mappings.keys() or {n for n in mappings if shapes[n] != mappings[n].shape}

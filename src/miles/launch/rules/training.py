@@ -10,7 +10,7 @@ from miles.config.value_types import format_value
 from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.launch.plan.hardware import choose_device, count_accelerators
-from miles.launch.plan.lora import shares_reference
+from miles.launch.plan.lora import shares_critic, shares_reference
 from miles.launch.plan.plan import count_samples_per_prompt
 from miles.launch.plan.topology import (
     build_parallel_dims,
@@ -154,10 +154,12 @@ def check_megatron(c: Config) -> Iterator[str]:
             flag = f"--megatron-{c.megatron.megatron_flags[0][2:]}"
             yield f"{flag} needs --train-backend megatron; add that, or remove {flag}."
         return
-    if c.algo.advantage_estimator in CRITIC_ESTIMATORS and c.algo.loss_type not in OFFLINE_LOSSES:
+    has_critic = c.algo.advantage_estimator in CRITIC_ESTIMATORS and c.algo.loss_type not in OFFLINE_LOSSES
+    if has_critic and shares_critic(c):
         yield (
-            f"--advantage-estimator {c.algo.advantage_estimator} needs a critic, which --train-backend megatron does "
-            "not have; use fsdp."
+            f"--advantage-estimator {c.algo.advantage_estimator} with --lora-rank has a critic of adapters over the "
+            "policy's base, which --train-backend megatron does not support; give the critic weights of its own with "
+            "--critic-load, or use fsdp."
         )
     if "--use-distributed-optimizer" in c.megatron.megatron_flags:
         for flag in list_set_flags(c, "--optimizer", "--optimizer-state-dtype", "--optimizer-cpu-offload"):
