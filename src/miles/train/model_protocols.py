@@ -169,6 +169,21 @@ class ReportsTokenTime(Protocol):
         ...
 
 
+@runtime_checkable
+class Pipelined(Protocol):
+    """A model whose layers may be on several ranks, one after the other."""
+
+    @property
+    def pipeline_size(self) -> int:
+        """The number of ranks over which its layers are distributed."""
+        ...
+
+
+def is_pipelined(model: ShardedParameters) -> bool:
+    """Return whether forward and backward passes of a model's micro-batches are interleaved over several ranks."""
+    return isinstance(model, Pipelined) and model.pipeline_size > 1
+
+
 class ScoreModel(ShardedParameters, Protocol):
     """A decoder with a scalar head: one score per sequence."""
 

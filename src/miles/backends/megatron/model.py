@@ -160,6 +160,11 @@ class MegatronModel:
         """The data-parallel group."""
         return self.state.dp_group
 
+    @property
+    def pipeline_size(self) -> int:
+        """The number of pipeline ranks."""
+        return self.state.pp_group.world
+
     def parameters(self) -> Mapping[str, Tensor]:
         """Return the parameters, float32 if trained; empty for those of another stage."""
         return self._registry.parameters

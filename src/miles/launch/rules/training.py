@@ -167,11 +167,6 @@ def check_megatron(c: Config) -> Iterator[str]:
                 f"{flag} does not work with --megatron-use-distributed-optimizer, which is Adam in float32 on the GPU; "
                 "remove one of them."
             )
-    if c.train.opd_teacher_load or c.train.opd_teachers:
-        yield (
-            "--opd-teacher-load and --opd-teachers are not supported by --train-backend megatron; serve the teacher "
-            "and use --opd-teacher-urls, or use fsdp."
-        )
 
 
 def check_megatron_package(c: Config) -> Iterator[str]:
