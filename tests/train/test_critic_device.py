@@ -57,7 +57,7 @@ class Elsewhere:
     def norm(self, grads):
         return full_grad_norm(grads)
 
-    def forward_backward(self, micro_batches, callback):
+    def forward_backward_values(self, micro_batches, callback):
         return run_values(self.values, micro_batches, callback)
 
     def values(self, tokens_T, positions_T, lengths, at_R, images=None):

@@ -72,7 +72,7 @@ class Critic:
             return None, {_VALUE: value_R}
 
         with self._model.in_use():
-            found = self._model.forward_backward([rows.to(self._model.device) for rows in micro_batches], keep)
+            found = self._model.forward_backward_values([rows.to(self._model.device) for rows in micro_batches], keep)
         return [kept[_VALUE].to(rows.tokens_T.device) for kept, rows in zip(found, micro_batches, strict=True)]
 
     def update(self, batches: Sequence[BatchWithAdvantages]) -> dict[str, float]:
@@ -87,7 +87,7 @@ class Critic:
             return output.loss, {name: value.detach() for name, value in output.metrics.items()}
 
         with self._model.in_use():
-            results = self._model.forward_backward(micro_batches, compute_loss)
+            results = self._model.forward_backward_values(micro_batches, compute_loss)
         for kept in results:
             for name, value in kept.items():
                 sums.add(name, value)

@@ -17,7 +17,7 @@ from miles.kernels.numerics import Numerics
 from miles.models.checkpoint.save_plan import SavePlan
 from miles.models.lora.adapters import LoraAdapters
 from miles.models.optim_groups import MuonMatrices
-from miles.train.batch_tensors import MicroBatch
+from miles.train.batch_tensors import MicroBatch, PackedSequences
 from miles.train.logprobs import HeadOutput
 from miles.train.packed_images import PackedImages
 
@@ -187,10 +187,12 @@ def is_pipelined(model: ShardedParameters) -> bool:
 class ScoreModel(ShardedParameters, Protocol):
     """A decoder with a scalar head: one score per sequence."""
 
-    def scores(
-        self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], images: PackedImages | None = None
-    ) -> Tensor:
-        """Return the score of each sequence at its last token, in float32; sequences are concatenated."""
+    def forward_backward_scores(
+        self, micro_batches: Sequence[PackedSequences], callback: ValueCallback, /
+    ) -> list[KeptTensors]:
+        """Compute the score of each sequence at its last token, in float32, the loss by the callback, and run backward
+        if there is a loss; as that of a TrainModel.
+        """
         ...
 
 
@@ -201,11 +203,34 @@ class ValueModel(ShardedParameters, Protocol):
         """Return the context of its forward and backward passes: over the policy's base it sets its adapters."""
         ...
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], callback: ValueCallback, /) -> list[KeptTensors]:
+    def forward_backward_values(
+        self, micro_batches: Sequence[MicroBatch], callback: ValueCallback, /
+    ) -> list[KeptTensors]:
         """Compute the value before each trained token, in float32, the loss by the callback, and run backward if there
         is a loss; as that of a TrainModel.
         """
         ...
+
+
+class ScoresFn(Protocol):
+    """Computes the score of each sequence."""
+
+    def __call__(
+        self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], images: PackedImages | None, /
+    ) -> Tensor: ...
+
+
+def run_scores(
+    compute: ScoresFn, micro_batches: Sequence[PackedSequences], callback: ValueCallback
+) -> list[KeptTensors]:
+    """Implement ``forward_backward_scores`` of a ScoreModel that computes one micro-batch at a time."""
+    results: list[KeptTensors] = []
+    for index, rows in enumerate(micro_batches):
+        loss, kept = callback(index, compute(rows.tokens_T, rows.positions_T, rows.lengths, rows.images))
+        if loss is not None:
+            loss.backward()
+        results.append(kept)
+    return results
 
 
 class ValuesFn(Protocol):
@@ -223,7 +248,7 @@ class ValuesFn(Protocol):
 
 
 def run_values(compute: ValuesFn, micro_batches: Sequence[MicroBatch], callback: ValueCallback) -> list[KeptTensors]:
-    """Implement ``forward_backward`` of a ValueModel that computes one micro-batch at a time."""
+    """Implement ``forward_backward_values`` of a ValueModel that computes one micro-batch at a time."""
     results: list[KeptTensors] = []
     for index, rows in enumerate(micro_batches):
         rows = rows.unshare()

@@ -71,7 +71,7 @@ def stepped(model: Any, others: list[Any], dp_group: Any, name: str, batch: tupl
 def alone(folders: list[Path], name: str, batch: tuple[Sample, ...]) -> dict[str, Any]:
     models = [hf.load(folder, device="cpu", dtype=torch.float32) for folder in folders]
     actor, *others = [
-        LocalModel(m, config=read_config(f), frozen=n > 0) for n, (m, f) in enumerate(zip(models, folders))
+        LocalModel(m, config=read_config(f), frozen=n > 0) for n, (m, f) in enumerate(zip(models, folders, strict=True))
     ]
     return stepped(actor, others, SINGLE_RANK, name, batch)
 

@@ -86,7 +86,9 @@ class FsdpCritic:
     def in_use(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], callback: ValueCallback) -> list[KeptTensors]:
+    def forward_backward_values(
+        self, micro_batches: Sequence[MicroBatch], callback: ValueCallback
+    ) -> list[KeptTensors]:
         return run_values(self.values, micro_batches, callback)
 
     def values(

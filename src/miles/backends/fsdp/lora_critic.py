@@ -69,7 +69,9 @@ class LoraCritic:
     def in_use(self) -> AbstractContextManager[None]:
         return self._policy.use_adapters(self._adapters)
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], callback: ValueCallback) -> list[KeptTensors]:
+    def forward_backward_values(
+        self, micro_batches: Sequence[MicroBatch], callback: ValueCallback
+    ) -> list[KeptTensors]:
         return run_values(self.values, micro_batches, callback)
 
     def values(

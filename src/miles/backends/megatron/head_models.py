@@ -109,7 +109,9 @@ class MegatronCritic(MegatronHeadModel):
     def in_use(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], callback: ValueCallback) -> list[KeptTensors]:
+    def forward_backward_values(
+        self, micro_batches: Sequence[MicroBatch], callback: ValueCallback
+    ) -> list[KeptTensors]:
         unshared = [rows.without_replay().unshare() for rows in micro_batches]
         return self._backbone.forward_backward(unshared, lambda i, output: callback(i, self.compute_scalars(output)))
 
