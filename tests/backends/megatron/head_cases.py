@@ -12,16 +12,20 @@ from tests.train.small_trainer import EPS, worker
 from miles.algo.config import AlgoConfig
 from miles.backends.fsdp.local_critic import LocalCritic
 from miles.backends.fsdp.local_model import LocalModel
+from miles.backends.fsdp.reward_model import RewardModel
+from miles.cluster.executor import InlineExecutor
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.types import Batch, Sample
 from miles.models.checkpoint import hf
 from miles.models.checkpoint.safetensors_io import read_config
+from miles.models.checkpoint.sequence_classifier import SCORE
 from miles.models.checkpoint.value_head import value_head_shapes
 from miles.models.families import spec_from_config
 from miles.train.config import TrainConfig
 from miles.train.critic import Critic
 from miles.train.dp_group import SINGLE_RANK
 from miles.train.policy_trainer import PolicyTrainer
+from miles.train.reward_model_trainer import RewardModelTrainer
 
 PPO = {"advantage_estimator": "ppo", "gamma": 0.97, "lambd": 0.9, "value_clip": 0.05}
 TRAIN = {
@@ -116,3 +120,62 @@ def rewarded(kind: str) -> tuple[Sample, ...]:
     for number, s in enumerate(found):
         s.advantages[s.mask] = np.float32(number % 3)
     return found
+
+
+# -- reward models --------------------------------------------------------------------------
+
+
+def reward_trainer(model: Any, dp_group: Any, **train: Any) -> RewardModelTrainer:
+    config = TrainConfig(**(TRAIN | {"max_tokens_per_gpu": 32} | train))
+    return RewardModelTrainer(model, train=config, steps=1, updates=10, run=InlineExecutor(), dp_group=dp_group)
+
+
+def reward_step(model: Any, dp_group: Any, batch: tuple[Sample, ...]) -> dict[str, Any]:
+    """A step of a reward model: its metrics, gradients and what it is after it."""
+    fill_head(model)
+    trainer = reward_trainer(model, dp_group)
+    grads = watch_optimizer(model, trainer._optimizer)
+    report = asyncio.run(trainer.step(Batch(step=0, samples=batch, num_groups=1)))
+    after = {name: model.gather(name, p.detach()).clone() for name, p in model.parameters().items()}
+    return {"metrics": dict(report.metrics), "grads": grads, "after": after, "trainer": trainer}
+
+
+def local_reward_model(folder: Path) -> RewardModel:
+    return RewardModel(hf.load(folder, device="cpu", dtype=torch.float32), config=read_config(folder), like=folder)
+
+
+def reward_shared(
+    rank: int,
+    world: int,
+    folder: Path,
+    layout: ParallelDims,
+    flags: tuple[str, ...],
+    batch: tuple[Sample, ...],
+    out: Path | None,
+) -> dict[str, Any]:
+    """The step on one of Megatron's ranks; a checkpoint after it is written, read and written by ``save``."""
+    from tests.backends.megatron.shim import on_cpu
+
+    with on_cpu():
+        from miles.backends.megatron.head_models import MegatronRewardModel
+        from miles.backends.megatron.model import load_megatron_model
+        from miles.backends.megatron.parallel_state import destroy_parallel_state
+
+        spec, config = spec_from_config(read_config(folder)), read_config(folder)
+        head = {SCORE: (1, spec.hidden_size)}
+        try:
+            backbone = load_megatron_model(
+                folder, spec, layout, dtype=torch.float32, flags=flags, config=config, scalar_head=head
+            )
+            model = MegatronRewardModel(backbone, config=config)
+            found = reward_step(model, backbone.dp_group, batch)
+            trainer = found.pop("trainer")
+            if out is not None:
+                asyncio.run(trainer.save(out / "checkpoint"))
+                backbone.barrier()
+                asyncio.run(trainer.load(out / "checkpoint"))
+                model.save(out / "saved")
+                found["read"] = {n: model.gather(n, p.detach()).clone() for n, p in model.parameters().items()}
+            return found
+        finally:
+            destroy_parallel_state()

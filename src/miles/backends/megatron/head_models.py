@@ -1,4 +1,4 @@
-"""Megatron models with a scalar head: the critic of PPO.
+"""Megatron models with a scalar head: the critic of PPO, and the reward model.
 
 The last stage has the decoder's hidden states and the head; the values are broadcast to all stages.
 
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +20,10 @@ from torch.nn import functional as F
 
 from miles.backends.megatron.model import MegatronModel
 from miles.models.checkpoint.save_plan import SavePlan, SaveUnit, single_tensor_unit
+from miles.models.checkpoint.sequence_classifier import SCORE, SequenceClassifier, read_score, split_score
 from miles.models.checkpoint.value_head import BIAS, HEAD, WEIGHT, read_value_head, write_value_head
 from miles.models.optim_groups import MuonMatrices
-from miles.train.batch_tensors import MicroBatch
+from miles.train.batch_tensors import MicroBatch, PackedSequences
 from miles.train.config import TrainConfig
 from miles.train.dp_group import DataParallelGroup
 from miles.train.logprobs import HeadOutput
@@ -132,3 +134,34 @@ class MegatronCritic(MegatronHeadModel):
     def load_head(self, folder: Path) -> None:
         """Load the value head only."""
         self.set_head(read_value_head(folder, self._backbone.scalar_head))
+
+
+class MegatronRewardModel(MegatronHeadModel):
+    """A ScoreModel: a linear on the hidden state of a sequence's last token. Its folder is transformers' classifier."""
+
+    def __init__(self, backbone: MegatronModel, *, config: Mapping[str, Any]) -> None:
+        super().__init__(backbone, weight=SCORE)
+        self._classifier = SequenceClassifier(config, backbone.spec.eos_token_ids)
+
+    def forward_backward_scores(
+        self, micro_batches: Sequence[PackedSequences], callback: ValueCallback
+    ) -> list[KeptTensors]:
+        return self._backbone.forward_backward(
+            micro_batches, lambda i, output: callback(i, self.compute_scalars(output))
+        )
+
+    def save(self, folder: Path) -> None:
+        self._backbone.save(folder)
+        score = self.gather_head()[SCORE]
+        if self.dp_group.is_lead:
+            self._classifier.write_score(folder, score)
+        self._backbone.barrier()
+
+    def save_plan(self) -> SavePlan | None:
+        plan = self._backbone.save_plan()
+        return replace(plan, units=(*plan.units, *self.head_units()), config=self._classifier.build_config(plan.config))
+
+    def load(self, folder: Path) -> None:
+        stored, score = split_score(folder)
+        self._backbone.load_decoder(folder, self._backbone.spec, stored)
+        self.set_head({SCORE: read_score(score, self._backbone.spec.hidden_size)})

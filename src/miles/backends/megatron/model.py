@@ -22,6 +22,7 @@ from miles.backends.megatron.flags import DISTRIBUTED_OPTIMIZER, parse_flags
 from miles.backends.megatron.forward import run_forward_backward
 from miles.backends.megatron.layer_spec import GPTBackbone, build_gpt_backbone
 from miles.backends.megatron.lora import attach_adapters, find_part
+from miles.backends.megatron.packed_batch import PackedRows
 from miles.backends.megatron.parallel_state import ParallelState, initialize_parallel_state
 from miles.backends.megatron.param_mapping import TIED, ParamMapping, build_head_mappings, build_param_mappings
 from miles.backends.megatron.param_registry import ParamRegistry
@@ -33,7 +34,7 @@ from miles.models.checkpoint import hf
 from miles.models.checkpoint.load import load_params
 from miles.models.checkpoint.param_slices import param_shape
 from miles.models.checkpoint.reader import FileReader
-from miles.models.checkpoint.safetensors_io import read_config, stored_tensors
+from miles.models.checkpoint.safetensors_io import StoredTensor, read_config, stored_tensors
 from miles.models.checkpoint.save_plan import SavePlan, plan_save
 from miles.models.checkpoint.tensor_sources import locate_tensors, read_quant_config
 from miles.models.decoder import Decoder
@@ -41,7 +42,6 @@ from miles.models.families import spec_from_config
 from miles.models.lora.adapters import WHOLE, LoraAdapters, ParamPart
 from miles.models.optim_groups import MuonMatrices, find_muon_matrices
 from miles.models.spec import DecoderSpec
-from miles.train.batch_tensors import MicroBatch
 from miles.train.config import TrainConfig
 from miles.train.dp_group import DataParallelGroup
 from miles.train.model_protocols import KeptTensors, LossCallback
@@ -169,7 +169,7 @@ class MegatronModel:
         """Return the parameters, float32 if trained; empty for those of another stage."""
         return self._registry.parameters
 
-    def forward_backward(self, plan: Sequence[MicroBatch], judge: LossCallback) -> list[KeptTensors]:
+    def forward_backward(self, plan: Sequence[PackedRows], judge: LossCallback) -> list[KeptTensors]:
         self._tokens += sum(len(rows.tokens_T) for rows in plan)
         return run_forward_backward(
             self._chunks,
@@ -337,11 +337,15 @@ class MegatronModel:
         """Wait until every rank has called it."""
         self.state.world_group.sum(torch.zeros((), device=self.device))
 
-    @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Load this rank's parts: only the tensors of its stage and its own experts are read."""
-        config, mappings = read_config(folder), self._decoder_mappings
-        sources = locate_tensors(spec_from_config(config), stored_tensors(folder), read_quant_config(config), folder)
+        self.load_decoder(folder, spec_from_config(read_config(folder)), stored_tensors(folder))
+
+    @torch.no_grad()
+    def load_decoder(self, folder: Path, spec: DecoderSpec, stored: Mapping[str, StoredTensor]) -> None:
+        """Load this rank's parts from some of the tensors of ``folder``, which are a model of ``spec``."""
+        mappings = self._decoder_mappings
+        sources = locate_tensors(spec, stored, read_quant_config(read_config(folder)), folder)
         shapes = {name: param_shape(tuple(s.piece for s in parts)) for name, parts in sources.items()}
         mismatched = sources.keys() ^ mappings.keys() or {n for n in mappings if shapes[n] != mappings[n].shape}
         if mismatched:

@@ -70,6 +70,7 @@ from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
 from miles.train.draft_trainer import DraftTrainer
 from miles.train.model_protocols import PolicyReference, ScoreModel, TrainModel, ValueModel
 from miles.train.policy_trainer import PolicyTrainer
+from miles.train.reward_model_trainer import RewardModelTrainer
 
 # -- checkpoints ----------------------------------------------------------------------------
 
@@ -248,6 +249,10 @@ class ModelFactory(Protocol):
         """A value head over the decoder of the actor, which is frozen."""
         ...
 
+    def reward_model(self) -> ScoreModel:
+        """The checkpoint's decoder with a scalar head, trained as a reward model."""
+        ...
+
 
 def choose_save_dtype(config: Config, policy: BaseCheckpoint) -> torch.dtype | None:
     """The dtype the policy's model came in, where --dtype auto trains it in float32."""
@@ -310,7 +315,6 @@ class LocalModelFactory:
         return LocalCritic(self._model, gradient_checkpointing=self._set_recompute(self._model))
 
     def reward_model(self) -> ScoreModel:
-        """The actor with a scalar head, trained as a reward model."""
         config, policy = self._config, self._policy
         model = RewardModel(
             self._model,
@@ -401,6 +405,21 @@ def build_policy_trainer(
         patches_per_feature=1 if policy.spec.vision is None else policy.spec.vision.merge_size**2,
         record_tokens=config.observe.save_rollouts and config.observe.save_trainer_logprobs,
         profiler=StepProfiler(build_profile_settings(config, plan.run_dir), f"rank-{_get_rank(models.dp_group)}"),
+    )
+
+
+def build_reward_model_trainer(
+    config: Config, plan: Plan, run: Executor, models: ModelFactory, model: ScoreModel, *, steps: int
+) -> RewardModelTrainer:
+    """The reward model's trainer of one rank, for ``steps`` training steps."""
+    return RewardModelTrainer(
+        model,
+        train=config.train,
+        hooks=load_trainer_hooks(config),
+        steps=plan.num_steps_per_rollout,
+        updates=steps * plan.num_steps_per_rollout,
+        run=run,
+        dp_group=models.dp_group,
     )
 
 

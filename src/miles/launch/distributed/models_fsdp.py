@@ -20,7 +20,7 @@ from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.checkpoint.value_head import HEAD
 from miles.models.spec import DecoderSpec
 from miles.train.dp_group import DataParallelGroup
-from miles.train.model_protocols import TrainModel, ValueModel
+from miles.train.model_protocols import ScoreModel, TrainModel, ValueModel
 
 
 def build_fsdp_factory(config: Config, plan: Plan, checkpoint: BaseCheckpoint) -> FsdpModelFactory:
@@ -73,6 +73,9 @@ class FsdpModelFactory:
     def value_head(self) -> FsdpCritic:
         assert self._base is not None, "the actor with adapters is loaded first"
         return FsdpCritic(self._base)
+
+    def reward_model(self) -> ScoreModel:
+        raise AssertionError("a rule refuses to train a reward model on ranks of FSDP")
 
     def _load_trained(
         self,

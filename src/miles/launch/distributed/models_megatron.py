@@ -8,7 +8,7 @@ from typing import Any
 
 from miles.backends.fsdp.lora_critic import HeadCritic
 from miles.backends.megatron.config import build_recompute_flags
-from miles.backends.megatron.head_models import MegatronCritic
+from miles.backends.megatron.head_models import MegatronCritic, MegatronRewardModel
 from miles.backends.megatron.model import MegatronModel, load_megatron_model
 from miles.backends.megatron.parallel_state import initialize_parallel_state
 from miles.launch.build.models import BaseCheckpoint, build_lora_model, resolve_side_spec
@@ -17,10 +17,11 @@ from miles.launch.plan.layout_memory import get_recompute_layers, get_recompute_
 from miles.launch.plan.lora import build_lora
 from miles.launch.plan.plan import Plan
 from miles.models.checkpoint.safetensors_io import read_config
+from miles.models.checkpoint.sequence_classifier import SCORE
 from miles.models.checkpoint.value_head import HEAD, value_head_shapes
 from miles.models.spec import DecoderSpec
 from miles.train.dp_group import DataParallelGroup
-from miles.train.model_protocols import TrainModel, ValueModel
+from miles.train.model_protocols import ScoreModel, TrainModel, ValueModel
 
 
 class MegatronModelFactory:
@@ -68,6 +69,18 @@ class MegatronModelFactory:
 
     def value_head(self) -> HeadCritic:
         raise AssertionError("a rule refuses a critic of adapters with Megatron")
+
+    def reward_model(self) -> ScoreModel:
+        checkpoint = self._checkpoint
+        backbone = self._load(
+            checkpoint.folder,
+            checkpoint.spec,
+            config=checkpoint.config,
+            frozen=False,
+            scalar_head={SCORE: (1, checkpoint.spec.hidden_size)},
+        )
+        self._dp_group = backbone.dp_group
+        return MegatronRewardModel(backbone, config=checkpoint.config)
 
     def _get_flags(self) -> tuple[str, ...]:
         """Megatron's own flags, and ours under its names."""

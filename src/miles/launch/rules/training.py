@@ -198,7 +198,16 @@ def check_single_process_features(c: Config) -> Iterator[str]:
     if not is_distributed(c):
         return
     if c.algo.loss_type == "rm_loss":
-        yield f"--loss-type rm_loss trains on one GPU with fsdp; remove {_name_distributed_flag(c)}."
+        if c.train.train_backend == "fsdp":
+            yield (
+                "--loss-type rm_loss trains on one GPU with fsdp, and on several with --train-backend megatron; remove "
+                f"{_name_distributed_flag(c)}, or use megatron."
+            )
+        elif c.lora.is_enabled:
+            yield (
+                "--loss-type rm_loss with --lora-rank does not support --train-backend megatron; remove --lora-rank, "
+                "or use fsdp on one GPU."
+            )
     if c.train.critic_device != "auto":
         yield (
             f"--critic-device {c.train.critic_device} gives the critic one device, but with "
