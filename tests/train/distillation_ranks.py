@@ -48,7 +48,7 @@ def gradient(
 
     def judge(number: int, output: HeadOutput) -> tuple[Tensor, KeptTensors]:
         rows = plan[number]
-        heard = teaching.forward(rows, READER.run_model)
+        heard = teaching.forward([rows], READER.run_model)[0]
         logp_R, _ = READER.compute_logprobs(output, rows.target_R)
         kl_R = teaching.compute_terms(heard, output, rows).kl_R
         assert kl_R is not None

@@ -18,6 +18,7 @@ from miles.train.advantages import BatchWithAdvantages
 from miles.train.batch_tensors import flatten_batch, pack_micro_batch
 from miles.train.config import TrainConfig
 from miles.train.critic import Critic
+from miles.train.model_protocols import run_values
 from miles.train.optim.optimizer import full_grad_norm
 
 META = torch.device("meta")
@@ -55,6 +56,9 @@ class Elsewhere:
 
     def norm(self, grads):
         return full_grad_norm(grads)
+
+    def forward_backward_values(self, micro_batches, callback):
+        return run_values(self.values, micro_batches, callback)
 
     def values(self, tokens_T, positions_T, lengths, at_R, images=None):
         self.seen += [tokens_T.device, positions_T.device, at_R.device]

@@ -13,11 +13,12 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from miles.backends.fsdp.lora_reward_model import LoraRewardModel
-from miles.backends.fsdp.reward_model import SCORE, RewardModel
+from miles.backends.fsdp.reward_model import RewardModel
 from miles.cluster.executor import InlineExecutor
 from miles.core.errors import CheckpointError, UsageError
 from miles.core.types import Batch
 from miles.models.checkpoint import hf
+from miles.models.checkpoint.sequence_classifier import SCORE
 from miles.models.families import spec_from_config
 from miles.models.lora.targets import LoraSpec, select_targets
 from miles.train.config import TrainConfig

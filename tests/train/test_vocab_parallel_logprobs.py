@@ -187,7 +187,7 @@ class Fixed:
 
 
 def lesson_on(policy, rows, teaching, cut=None, shared=None):
-    heard = teaching.forward(rows, lambda model, own: model.output(own, cut, shared))
+    (heard,) = teaching.forward([rows], lambda model, own: {0: model.output(own[0], cut, shared)})
     return teaching.compute_terms(heard, policy, rows)
 
 
@@ -260,12 +260,12 @@ def test_a_teacher_without_a_sample_is_read_where_ranks_must_keep_in_step():
     asked = []
 
     def output_of(model, rows):
-        asked.append((model, rows.lengths))
-        return model
+        asked.append((model, rows[0].lengths))
+        return {0: model}
 
     for in_step in (False, True):
         teaching = LocalTeachers(models=["a", "b"], in_step=in_step, **HOW)
-        heard = teaching.forward(rows_with(target, teacher_indices=(1, 1, 1, 1)), output_of)
+        (heard,) = teaching.forward([rows_with(target, teacher_indices=(1, 1, 1, 1))], output_of)
         assert heard == [TeacherOutput(teacher="b", index_R=None)]
     assert asked == [("b", SAMPLES), ("a", (2,)), ("b", SAMPLES)]
 

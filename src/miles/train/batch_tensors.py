@@ -160,6 +160,41 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PackedSequences:
+    """Whole sequences, concatenated, of which a model scores the last tokens ``before_R``; the other fields are those
+    of a MicroBatch.
+    """
+
+    lengths: tuple[int, ...]
+    tokens_T: Tensor
+    positions_T: Tensor
+    before_R: Tensor
+    images: PackedImages | None = None
+    replay_TLk: Tensor | None = None
+    routed_cache: RoutedExpertsCache | None = None
+    tree_nodes: tuple[TreeNode, ...] = ()
+
+    def unshare(self) -> PackedSequences:
+        """Return itself: no prefix is shared."""
+        return self
+
+
+def pack_sequences(samples: Sequence[Sample], device: torch.device) -> PackedSequences:
+    """Concatenate the tokens of samples."""
+    lengths = tuple(len(s) for s in samples)
+    images = None
+    if any(s.images for s in samples):
+        images = PackedImages(tokens=tuple(s.tokens for s in samples), images=tuple(s.images for s in samples))
+    return PackedSequences(
+        lengths=lengths,
+        tokens_T=torch.from_numpy(np.concatenate([s.tokens for s in samples])).to(device, torch.int64),
+        positions_T=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device, torch.int64),
+        before_R=torch.tensor(lengths, device=device).cumsum(0) - 1,
+        images=images,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FlatBatch:
     """A global batch as concatenated arrays: sample s starts at ``start_S[s]`` in every array.
 

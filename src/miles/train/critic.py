@@ -22,10 +22,11 @@ from miles.train.checkpoint import checkpoint
 from miles.train.config import TrainConfig
 from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
 from miles.train.grad_accumulation import MetricSums
-from miles.train.model_protocols import ValueModel
+from miles.train.model_protocols import KeptTensors, ValueModel
 from miles.train.optim.lr_scheduler import build_critic_lr_schedule
 from miles.train.optim.optimizer import build_optimizer
 
+_VALUE = "value"
 CRITIC_FOLDER = "critic"
 """Subfolder of a checkpoint."""
 
@@ -66,32 +67,34 @@ class Critic:
     @torch.no_grad()
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the value before each trained token, on the device of each micro-batch."""
+
+        def keep(_: int, value_R: Tensor) -> tuple[None, KeptTensors]:
+            return None, {_VALUE: value_R}
+
         with self._model.in_use():
-            return [
-                self._compute_values(rows.to(self._model.device)).to(rows.tokens_T.device) for rows in micro_batches
-            ]
+            found = self._model.forward_backward_values([rows.to(self._model.device) for rows in micro_batches], keep)
+        return [kept[_VALUE].to(rows.tokens_T.device) for kept, rows in zip(found, micro_batches, strict=True)]
 
     def update(self, batches: Sequence[BatchWithAdvantages]) -> dict[str, float]:
         """One optimizer step on a global batch."""
-        sums = MetricSums()
+        device, sums = self._model.device, MetricSums()
+        micro_batches = [batch.micro_batch.to(device) for batch in batches]
+
+        def compute_loss(index: int, value_R: Tensor) -> tuple[Tensor, KeptTensors]:
+            old_R, return_R = batches[index].value_R, batches[index].return_R
+            assert old_R is not None and return_R is not None, "advantages without the critic's values"
+            output = self._loss(value_R, old_R.to(device), return_R.to(device), micro_batches[index].aggregator())
+            return output.loss, {name: value.detach() for name, value in output.metrics.items()}
+
         with self._model.in_use():
-            for batch in batches:
-                self._accumulate(batch, sums)
+            results = self._model.forward_backward_values(micro_batches, compute_loss)
+        for kept in results:
+            for name, value in kept.items():
+                sums.add(name, value)
         self._model.finalize_grads()
         grad_norm, lr = self._optimizer.step()
         self._model.after_update()
         return sums.to_floats(self._dp_group) | {"critic_grad_norm": grad_norm, "critic_lr": lr}
-
-    def _accumulate(self, batch: BatchWithAdvantages, sums: MetricSums) -> None:
-        """Add the gradient of a micro-batch, and its metrics to ``sums``."""
-        assert batch.value_R is not None and batch.return_R is not None, "advantages without the critic's values"
-        device = self._model.device
-        rows = batch.micro_batch.to(device)
-        value_R = self._compute_values(rows)
-        output = self._loss(value_R, batch.value_R.to(device), batch.return_R.to(device), rows.aggregator())
-        output.loss.backward()
-        for name, value in output.metrics.items():
-            sums.add(name, value)
 
     def save(self, folder: Path, version: Version) -> None:
         """Write it into a subfolder of the checkpoint ``folder``."""
@@ -111,7 +114,3 @@ class Critic:
         """Move the weights and the optimizer state to ``device``."""
         self._model.move(device)
         self._optimizer.move(device)
-
-    def _compute_values(self, rows: MicroBatch) -> Tensor:
-        rows = rows.unshare()
-        return self._model.values(rows.tokens_T, rows.positions_T, rows.lengths, rows.before_R, rows.images)

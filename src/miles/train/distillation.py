@@ -12,7 +12,7 @@ of a set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -207,19 +207,29 @@ class DistillTerms:
         return LossOutput(loss=loss, metrics=metrics)
 
 
-RunModel = Callable[[TrainModel, MicroBatch], HeadOutput]
+RunModel = Callable[[TrainModel, Sequence[MicroBatch]], Mapping[int, HeadOutput]]
+"""Maps a model and micro-batches to the output of each; empty on the stages of a pipeline that are not its last."""
 
 
 class Distillation(Protocol):
     """Source of distillation terms."""
 
-    def forward(self, rows: MicroBatch, run_model: RunModel) -> list[TeacherOutput]:
-        """Run the teachers, before the policy's own forward pass."""
+    def forward(self, micro_batches: Sequence[MicroBatch], run_model: RunModel) -> list[list[TeacherOutput]]:
+        """Run the teachers on micro-batches, before the policy's own forward pass of them."""
         ...
 
     def compute_terms(self, outputs: Sequence[TeacherOutput], policy: HeadOutput, rows: MicroBatch) -> DistillTerms:
         """Compute the terms from the teachers' and the policy's outputs at the micro-batch's tokens."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TeacherRows:
+    """The samples that a teacher runs on, and their tokens in the micro-batch; ``used`` says that they are its own."""
+
+    rows: MicroBatch
+    index_R: Tensor | None
+    used: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,25 +251,38 @@ class LocalTeachers:
     in_step: bool = False
 
     @torch.no_grad()
-    def forward(self, rows: MicroBatch, run_model: RunModel) -> list[TeacherOutput]:
-        """Run each teacher that has a sample in the micro-batch; its own router chooses experts."""
-        rows = rows.without_replay()
+    def forward(self, micro_batches: Sequence[MicroBatch], run_model: RunModel) -> list[list[TeacherOutput]]:
+        """Run each teacher on its samples of the micro-batches; its own router chooses experts."""
+        outputs: list[list[TeacherOutput]] = [[] for _ in micro_batches]
+        for index, teacher in enumerate(self.models):
+            selected = [self._select(rows.without_replay(), index) for rows in micro_batches]
+            numbers = [number for number, each in enumerate(selected) if each is not None]
+            if not numbers:
+                continue
+            found = run_model(teacher, [each.rows for each in selected if each is not None])
+            for place, output in found.items():
+                each = selected[numbers[place]]
+                assert each is not None
+                if each.used:
+                    outputs[numbers[place]].append(TeacherOutput(teacher=output, index_R=each.index_R))
+        return outputs
+
+    def _select(self, rows: MicroBatch, index: int) -> _TeacherRows | None:
+        """Return the samples of one teacher in a micro-batch; None if it does not run on it."""
         teacher_by_sample = rows.teacher_indices or (0,) * len(rows.lengths)
         assert max(teacher_by_sample) < len(self.models), (
             f"a sample names teacher {max(teacher_by_sample)} of {len(self.models)}"
         )
-        outputs: list[TeacherOutput] = []
-        for index, teacher in enumerate(self.models):
-            if index in teacher_by_sample:
-                selected, index_R = rows, None
-                if len(set(teacher_by_sample)) > 1:
-                    samples = [i for i, t in enumerate(teacher_by_sample) if t == index]
-                    selected, index_R = select_samples(rows, samples)
-                outputs.append(TeacherOutput(teacher=run_model(teacher, selected), index_R=index_R))
-            elif self.in_step:
-                shortest = min(range(len(rows.lengths)), key=lambda i: rows.lengths[i])
-                run_model(teacher, select_samples(rows, [shortest])[0])
-        return outputs
+        if index in teacher_by_sample:
+            if len(set(teacher_by_sample)) == 1:
+                return _TeacherRows(rows=rows, index_R=None)
+            samples = [i for i, t in enumerate(teacher_by_sample) if t == index]
+            chosen, index_R = select_samples(rows, samples)
+            return _TeacherRows(rows=chosen, index_R=index_R)
+        if not self.in_step:
+            return None
+        shortest = min(range(len(rows.lengths)), key=lambda i: rows.lengths[i])
+        return _TeacherRows(rows=select_samples(rows, [shortest])[0], index_R=None, used=False)
 
     def compute_terms(self, outputs: Sequence[TeacherOutput], policy: HeadOutput, rows: MicroBatch) -> DistillTerms:
         if not self.exact:
@@ -300,8 +323,8 @@ class ServedTeachers:
     exact: bool = False
     direction: KLDirection = KL_DIRECTIONS["student_p"]
 
-    def forward(self, rows: MicroBatch, run_model: RunModel) -> list[TeacherOutput]:
-        return []
+    def forward(self, micro_batches: Sequence[MicroBatch], run_model: RunModel) -> list[list[TeacherOutput]]:
+        return [[] for _ in micro_batches]
 
     def compute_terms(self, outputs: Sequence[TeacherOutput], policy: HeadOutput, rows: MicroBatch) -> DistillTerms:
         logprobs = rows.teacher_logprobs

@@ -17,12 +17,12 @@ from miles.models.layers.moe import imbalance
 from miles.train.balance import CostFn, partition_micro_batches
 from miles.train.batch_tensors import FlatBatch, MicroBatch, build_token_paths, pack_micro_batch
 from miles.train.config import TrainConfig
-from miles.train.distillation import Distillation
+from miles.train.distillation import Distillation, TeacherOutput
 from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
 from miles.train.draft_trainer import DraftTrainer
 from miles.train.logprobs import HeadOutput, compute_logprobs
 from miles.train.micro_batching import PatchLimit
-from miles.train.model_protocols import FrozenModel, KeptTensors, TrainModel
+from miles.train.model_protocols import FrozenModel, KeptTensors, TrainModel, is_pipelined
 from miles.train.packed_images import truncate_images
 from miles.train.prefix_sharing import PrefixTree, TreeBuilder, bundle_by_prefix, join_trees
 
@@ -81,16 +81,16 @@ class LogprobReader:
     temperature: float
     chunk: int | None
 
-    def run_model(self, model: TrainModel, rows: MicroBatch) -> HeadOutput:
-        """Return the hidden states that predict the trained tokens."""
-        outputs: list[HeadOutput] = []
+    def run_model(self, model: TrainModel, micro_batches: Sequence[MicroBatch]) -> dict[int, HeadOutput]:
+        """Return the hidden states that predict the trained tokens, on the last stage of a pipeline."""
+        outputs: dict[int, HeadOutput] = {}
 
-        def collect(_: int, output: HeadOutput) -> tuple[None, KeptTensors]:
-            outputs.append(output)
+        def collect(index: int, output: HeadOutput) -> tuple[None, KeptTensors]:
+            outputs[index] = output
             return None, {}
 
-        model.forward_backward([rows], collect)
-        return outputs[0]
+        model.forward_backward(micro_batches, collect)
+        return outputs
 
     def compute_logprobs(self, output: HeadOutput, target_R: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probs of the tokens ``target_R``, and the entropies of their distributions."""
@@ -255,10 +255,16 @@ class GradAccumulator:
             unreplayed = [rows.without_replay() for rows in micro_batches]
             ref_logprobs = self.reader.compute_frozen(self.reference, unreplayed)
 
+        # The teachers of a pipelined policy are pipelines too, and cannot run in the middle of its schedule.
+        teacher_outputs = self._run_teachers(micro_batches) if is_pipelined(self.actor) else None
+
         def compute_loss(index: int, output: HeadOutput) -> tuple[Tensor, KeptTensors]:
             if self.draft is not None:
                 self.draft.accumulate(micro_batches[index], output)
-            return self._compute_loss(micro_batches[index], old_logprobs[index], ref_logprobs[index], output)
+            teachers = (
+                self._run_teachers([micro_batches[index]])[0] if teacher_outputs is None else teacher_outputs[index]
+            )
+            return self._compute_loss(micro_batches[index], old_logprobs[index], ref_logprobs[index], teachers, output)
 
         results = self.actor.forward_backward(micro_batches, compute_loss)
         for rows, kept in zip(micro_batches, results, strict=True):
@@ -271,17 +277,24 @@ class GradAccumulator:
                 sums.token_stats.append((rows, kept[_LOGP], kept[_ENTROPY]))
         return [kept[_LOGP] for kept in results]
 
+    def _run_teachers(self, micro_batches: Sequence[MicroBatch]) -> list[list[TeacherOutput]]:
+        if self.distillation is None:
+            return [[] for _ in micro_batches]
+        return self.distillation.forward(micro_batches, self.reader.run_model)
+
     def _compute_loss(
-        self, rows: MicroBatch, old_logp_R: Tensor | None, ref_logp_R: Tensor | None, output: HeadOutput
+        self,
+        rows: MicroBatch,
+        old_logp_R: Tensor | None,
+        ref_logp_R: Tensor | None,
+        teacher_outputs: Sequence[TeacherOutput],
+        output: HeadOutput,
     ) -> tuple[Tensor, KeptTensors]:
-        teacher_outputs = None
-        if self.distillation is not None:
-            teacher_outputs = self.distillation.forward(rows, self.reader.run_model)
         logp_R, entropy_R = self.reader.compute_logprobs(output, rows.target_R)
         current_logp_R = logp_R.detach()
         old_logp_R = current_logp_R if old_logp_R is None else old_logp_R
         advantage_R, distill_terms = rows.advantage_R, None
-        if self.distillation is not None and teacher_outputs is not None:
+        if self.distillation is not None:
             distill_terms = self.distillation.compute_terms(teacher_outputs, output, rows)
             advantage_R = distill_terms.add_to_advantages(advantage_R, old_logp_R)
         inputs = LossInputs(

@@ -17,11 +17,15 @@ from miles.kernels.numerics import Numerics
 from miles.models.checkpoint.save_plan import SavePlan
 from miles.models.lora.adapters import LoraAdapters
 from miles.models.optim_groups import MuonMatrices
-from miles.train.batch_tensors import MicroBatch
+from miles.train.batch_tensors import MicroBatch, PackedSequences
 from miles.train.logprobs import HeadOutput
 from miles.train.packed_images import PackedImages
 
 KeptTensors = Mapping[str, Tensor]
+ValueCallback = Callable[[int, Tensor], tuple[Tensor | None, KeptTensors]]
+"""Maps a micro-batch index and the values or scores of a model with a scalar head to the loss, if any, and tensors to
+keep.
+"""
 LossCallback = Callable[[int, HeadOutput], tuple[Tensor | None, KeptTensors]]
 """Maps a micro-batch index and the model's output to the loss to differentiate, if any, and tensors to keep."""
 
@@ -165,13 +169,30 @@ class ReportsTokenTime(Protocol):
         ...
 
 
+@runtime_checkable
+class Pipelined(Protocol):
+    """A model whose layers may be on several ranks, one after the other."""
+
+    @property
+    def pipeline_size(self) -> int:
+        """The number of ranks over which its layers are distributed."""
+        ...
+
+
+def is_pipelined(model: ShardedParameters) -> bool:
+    """Return whether forward and backward passes of a model's micro-batches are interleaved over several ranks."""
+    return isinstance(model, Pipelined) and model.pipeline_size > 1
+
+
 class ScoreModel(ShardedParameters, Protocol):
     """A decoder with a scalar head: one score per sequence."""
 
-    def scores(
-        self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], images: PackedImages | None = None
-    ) -> Tensor:
-        """Return the score of each sequence at its last token, in float32; sequences are concatenated."""
+    def forward_backward_scores(
+        self, micro_batches: Sequence[PackedSequences], callback: ValueCallback, /
+    ) -> list[KeptTensors]:
+        """Compute the score of each sequence at its last token, in float32, the loss by the callback, and run backward
+        if there is a loss; as that of a TrainModel.
+        """
         ...
 
 
@@ -182,13 +203,58 @@ class ValueModel(ShardedParameters, Protocol):
         """Return the context of its forward and backward passes: over the policy's base it sets its adapters."""
         ...
 
-    def values(
+    def forward_backward_values(
+        self, micro_batches: Sequence[MicroBatch], callback: ValueCallback, /
+    ) -> list[KeptTensors]:
+        """Compute the value before each trained token, in float32, the loss by the callback, and run backward if there
+        is a loss; as that of a TrainModel.
+        """
+        ...
+
+
+class ScoresFn(Protocol):
+    """Computes the score of each sequence."""
+
+    def __call__(
+        self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], images: PackedImages | None, /
+    ) -> Tensor: ...
+
+
+def run_scores(
+    compute: ScoresFn, micro_batches: Sequence[PackedSequences], callback: ValueCallback
+) -> list[KeptTensors]:
+    """Implement ``forward_backward_scores`` of a ScoreModel that computes one micro-batch at a time."""
+    results: list[KeptTensors] = []
+    for index, rows in enumerate(micro_batches):
+        loss, kept = callback(index, compute(rows.tokens_T, rows.positions_T, rows.lengths, rows.images))
+        if loss is not None:
+            loss.backward()
+        results.append(kept)
+    return results
+
+
+class ValuesFn(Protocol):
+    """Computes the values after the input tokens ``at_R``."""
+
+    def __call__(
         self,
         tokens_T: Tensor,
         positions_T: Tensor,
         lengths: Sequence[int],
         at_R: Tensor,
-        images: PackedImages | None = None,
-    ) -> Tensor:
-        """Return the values after the input tokens ``at_R``, in float32; sequences are concatenated."""
-        ...
+        images: PackedImages | None,
+        /,
+    ) -> Tensor: ...
+
+
+def run_values(compute: ValuesFn, micro_batches: Sequence[MicroBatch], callback: ValueCallback) -> list[KeptTensors]:
+    """Implement ``forward_backward_values`` of a ValueModel that computes one micro-batch at a time."""
+    results: list[KeptTensors] = []
+    for index, rows in enumerate(micro_batches):
+        rows = rows.unshare()
+        values_R = compute(rows.tokens_T, rows.positions_T, rows.lengths, rows.before_R, rows.images)
+        loss, kept = callback(index, values_R)
+        if loss is not None:
+            loss.backward()
+        results.append(kept)
+    return results

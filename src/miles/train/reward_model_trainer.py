@@ -8,33 +8,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from miles.algo.dpo import BradleyTerryLoss
 from miles.cluster.executor import Executor
 from miles.core.types import Batch, Sample, StepReport, Version
-from miles.train.batch_tensors import group_by_trajectory
+from miles.train.balance import partition_micro_batches
+from miles.train.batch_tensors import group_by_trajectory, pack_sequences
 from miles.train.checkpoint import checkpoint
 from miles.train.config import TrainConfig
+from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
 from miles.train.grad_accumulation import MetricSums
 from miles.train.hooks import NO_TRAIN_HOOKS, TrainHooks
-from miles.train.micro_batching import split_by_count, split_by_tokens
-from miles.train.model_protocols import ScoreModel
+from miles.train.model_protocols import KeptTensors, ScoreModel
 from miles.train.optim.lr_scheduler import build_lr_schedule
 from miles.train.optim.optimizer import build_optimizer
-from miles.train.packed_images import PackedImages
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """The samples of a micro-batch; an ``idle`` one only keeps a rank in step with the others."""
+
+    samples: Sequence[Sample]
+    idle: bool = False
 
 
 class RewardModelTrainer:
     """Trains ``model``; implements the Trainer protocol. There is no engine to make room for.
 
-    ``steps`` is the number of optimizer steps per batch, ``updates`` that of the whole run (for the LR schedule).
+    ``steps`` is the number of optimizer steps per batch, ``updates`` that of the whole run (for the LR schedule). Each
+    rank of ``dp_group`` trains its part of the batch.
     """
 
     def __init__(
@@ -46,10 +54,12 @@ class RewardModelTrainer:
         updates: int,
         run: Executor,
         hooks: TrainHooks = NO_TRAIN_HOOKS,
+        dp_group: DataParallelGroup = SINGLE_RANK,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.version = Version()
         self._model = model
+        self._dp_group = dp_group
         self._train = train
         self._steps = steps
         self._run = run
@@ -67,10 +77,14 @@ class RewardModelTrainer:
         return await self._run(lambda: self._step(batch))
 
     async def save(self, folder: Path) -> None:
-        await self._run(lambda: checkpoint.save(folder, self._model, self._optimizer, self.version, saver=self._saver))
+        await self._run(
+            lambda: checkpoint.save(
+                folder, self._model, self._optimizer, self.version, self._dp_group, saver=self._saver
+            )
+        )
 
     async def load(self, folder: Path) -> None:
-        self.version = await self._run(lambda: checkpoint.load(folder, self._model, self._optimizer))
+        self.version = await self._run(lambda: checkpoint.load(folder, self._model, self._optimizer, self._dp_group))
 
     async def sleep(self) -> None:
         """No engine needs the accelerator."""
@@ -87,7 +101,7 @@ class RewardModelTrainer:
         pairs = group_by_trajectory(batch.samples)
         size, rest = divmod(len(pairs), self._steps)
         assert not rest and size, f"{len(pairs)} pairs cannot make {self._steps} equal global batches"
-        global_batches = [list(self._split(pairs[start : start + size])) for start in range(0, len(pairs), size)]
+        global_batches = [self._split(pairs[start : start + size]) for start in range(0, len(pairs), size)]
         steps = [self._update(batch.step, n, micro_batches, size) for n, micro_batches in enumerate(global_batches)]
         metrics = {name: fmean(step[name] for step in steps) for name in steps[0]} | {"lr": steps[-1]["lr"]}
         metrics |= {"samples": float(len(batch.samples)), "micro_batches": float(sum(map(len, global_batches)))}
@@ -95,34 +109,42 @@ class RewardModelTrainer:
         self.version = self.version.next()
         return StepReport(version=self.version, metrics=metrics, seconds={"optimize": self._clock() - started})
 
-    def _update(self, step: int, number: int, micro_batches: Sequence[list[Sample]], pairs: int) -> dict[str, float]:
+    def _update(self, step: int, number: int, micro_batches: Sequence[_Pairs], pairs: int) -> dict[str, float]:
         if self._hooks.before_train_step is not None:
             self._hooks.before_train_step(step, number, self._model, self._optimizer)
+
+        def compute_loss(index: int, score_B: Tensor) -> tuple[Tensor, KeptTensors]:
+            output = self._loss(score_B, pairs)
+            scale = 0.0 if micro_batches[index].idle else 1.0
+            return scale * output.loss, {name: scale * part.detach() for name, part in output.metrics.items()}
+
+        packed = [pack_sequences(each.samples, self._model.device) for each in micro_batches]
         sums = MetricSums()
-        for samples in micro_batches:
-            output = self._loss(self._compute_scores(samples), pairs)
-            output.loss.backward()
-            for name, part in output.metrics.items():
+        for kept in self._model.forward_backward_scores(packed, compute_loss):
+            for name, part in kept.items():
                 sums.add(name, part)
         self._model.finalize_grads()
         grad_norm, lr = self._optimizer.step()
         self._model.after_update()
-        return sums.to_floats() | {"grad_norm": grad_norm, "lr": lr}
+        return sums.to_floats(self._dp_group) | {"grad_norm": grad_norm, "lr": lr}
 
-    def _split(self, pairs: Sequence[Sequence[Sample]]) -> Iterator[list[Sample]]:
+    def _split(self, pairs: Sequence[Sequence[Sample]]) -> list[_Pairs]:
+        """Return this rank's micro-batches of a global batch; all ranks have the same number."""
         count = self._train.micro_batch_size
-        if count is not None and not self._train.use_dynamic_batch_size:
-            bins = split_by_count(len(pairs), max(1, count // 2))
-        else:
-            bins = split_by_tokens([sum(map(len, pair)) for pair in pairs], self._train.max_tokens_per_gpu, "pair")
-        for indices in bins:
-            yield [sample for index in indices for sample in pairs[index]]
-
-    def _compute_scores(self, samples: Sequence[Sample]) -> Tensor:
-        device, lengths = self._model.device, tuple(len(s) for s in samples)
-        tokens_T = torch.from_numpy(np.concatenate([s.tokens for s in samples])).to(device, torch.int64)
-        positions_T = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device, torch.int64)
-        images = None
-        if any(s.images for s in samples):
-            images = PackedImages(tokens=tuple(s.tokens for s in samples), images=tuple(s.images for s in samples))
-        return self._model.scores(tokens_T, positions_T, lengths, images)
+        if self._train.use_dynamic_batch_size:
+            count = None
+        lengths = [sum(map(len, pair)) for pair in pairs]
+        bins = partition_micro_batches(
+            lengths,
+            dp_size=self._dp_group.dp_size,
+            budget=self._train.max_tokens_per_gpu,
+            cp_size=self._dp_group.cp_size,
+            count=None if count is None else max(1, count // 2),
+            balanced=self._train.balance_data,
+            unit_name="pair",
+        )[self._dp_group.dp_rank]
+        shortest = pairs[min(range(len(pairs)), key=lengths.__getitem__)]
+        return [
+            _Pairs([sample for index in indices for sample in pairs[index]]) if indices else _Pairs(shortest, idle=True)
+            for indices in bins
+        ]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.launch.small_run import ROOT, flags, write_inputs
+from tests.launch.test_preference_runs import write_pairs
 
 pytestmark = [
     pytest.mark.megatron,
@@ -21,14 +22,19 @@ pytestmark = [
 
 def train(inputs: Path, run: Path, *more: str) -> list[float]:
     """The rewards of a short run."""
+    run_miles("train", *flags(inputs, run, *more, steps=3))
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [reported["reward"] for reported in lines if "reward" in reported]
+
+
+def run_miles(*words: str) -> None:
+    """The command line in a process in which Megatron runs on the CPU."""
     here = Path(__file__).parent / "cpu"
     paths = os.pathsep.join([str(here), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    line = [sys.executable, "-W", "ignore", "-m", "miles.launch.main", "train", *flags(inputs, run, *more, steps=3)]
+    line = [sys.executable, "-W", "ignore", "-m", "miles.launch.main", *words]
     env = os.environ | {"PYTHONPATH": paths, "MILES_TEST_MEGATRON": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [reported["reward"] for reported in lines if "reward" in reported]
 
 
 @pytest.mark.parametrize("more", [(), ("--megatron-use-distributed-optimizer",)], ids=["ours", "megatrons"])
@@ -44,6 +50,20 @@ def test_a_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path, more: tuple[str, .
     assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
 
 
+def test_a_ppo_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path):
+    inputs = write_inputs(tmp_path / "inputs")
+    ppo = ("--advantage-estimator", "ppo", "--critic-lr", "1e-3")
+    wanted = train(inputs, tmp_path / "fsdp", *ppo)
+    ranks = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2")
+    found = train(inputs, tmp_path / "megatron", *ppo, *ranks)
+    assert len(found) == 3 and found == pytest.approx(wanted, abs=1e-6)
+    last = "checkpoints/step-000003/critic"
+    one, two = (_weights(tmp_path / name / last) for name in ("fsdp", "megatron"))
+    heads = [load_file(tmp_path / name / last / "value_head.safetensors") for name in ("fsdp", "megatron")]
+    assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
+    assert all(torch.allclose(heads[0][n], heads[1][n], atol=2e-3) and heads[0][n].any() for n in heads[0])
+
+
 def test_a_run_of_adapters_on_megatron_is_the_run_on_fsdp(tmp_path: Path):
     inputs = write_inputs(tmp_path / "inputs")
     more = ("--lora-rank", "4", "--use-kl-loss", "--kl-loss-coef", "0.1", "--rollout-backend", "served")
@@ -55,6 +75,25 @@ def test_a_run_of_adapters_on_megatron_is_the_run_on_fsdp(tmp_path: Path):
     one, two = (_weights(tmp_path / name / last) for name in ("fsdp", "megatron"))
     assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
     assert (tmp_path / "megatron" / last / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_a_reward_model_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path):
+    inputs = write_inputs(tmp_path / "inputs")
+    words = [json.loads(line)["input"] for line in (inputs / "train.jsonl").read_text().splitlines()]
+    write_pairs(inputs / "pairs.jsonl", words)
+    data = ("--prompt-data", str(inputs / "pairs.jsonl"), "--apply-chat-template", "--rollout-batch-size", "8")
+    line = ("--hf-checkpoint", str(inputs), *data, "--device", "cpu", "--view", "plain", "--num-rollout", "3")
+    losses: list[list[float]] = []
+    ranks = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "4", "--pipeline-model-parallel-size", "2")
+    for name, more in (("fsdp", ()), ("megatron", ranks)):
+        run_miles("train", *line, "--save", str(tmp_path / name), "--loss-type", "rm_loss", "--lr", "3e-3", *more)
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        losses.append([row["loss"] for row in lines if row["kind"] == "train"])
+    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], abs=1e-4)
+    last = "checkpoints/step-000003"
+    one, two = (_weights(tmp_path / name / last) for name in ("fsdp", "megatron"))
+    assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
+    assert one["score.weight"].any()
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:

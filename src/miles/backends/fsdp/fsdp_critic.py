@@ -11,19 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from miles.backends.fsdp.fsdp_model import FsdpModel
-from miles.backends.fsdp.local_critic import HEAD, load_value_head
 from miles.backends.fsdp.packed_batch import PackedText, build_rank_batch
-from miles.models.checkpoint.safetensors_io import write_atomically
 from miles.models.checkpoint.save_plan import SavePlan, single_tensor_unit
+from miles.models.checkpoint.value_head import BIAS, HEAD, WEIGHT, read_value_head, value_head_shapes, write_value_head
 from miles.models.optim_groups import MuonMatrices
+from miles.train.batch_tensors import MicroBatch
+from miles.train.model_protocols import KeptTensors, ValueCallback, run_values
 from miles.train.packed_images import PackedImages
-
-_WEIGHT, _BIAS = "value_head.weight", "value_head.bias"
 
 
 class FsdpCritic:
@@ -35,10 +33,10 @@ class FsdpCritic:
     def __init__(self, backbone: FsdpModel) -> None:
         self.mesh, self._backbone = backbone.mesh, backbone
         backbone.freeze_head()
-        shapes = {_WEIGHT: (1, backbone.spec.hidden_size), _BIAS: (1,)}
+        self._shapes = value_head_shapes(backbone.spec.hidden_size)
         self._head: dict[str, Tensor] = {
             name: nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=backbone.device))
-            for name, shape in shapes.items()
+            for name, shape in self._shapes.items()
         }
 
     @property
@@ -88,6 +86,11 @@ class FsdpCritic:
     def in_use(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def forward_backward_values(
+        self, micro_batches: Sequence[MicroBatch], callback: ValueCallback
+    ) -> list[KeptTensors]:
+        return run_values(self.values, micro_batches, callback)
+
     def values(
         self,
         tokens_T: Tensor,
@@ -96,10 +99,11 @@ class FsdpCritic:
         at_R: Tensor,
         images: PackedImages | None = None,
     ) -> Tensor:
+        """Return the values after the input tokens ``at_R``, in float32; sequences are concatenated."""
         text = PackedText(lengths=lengths, tokens_T=tokens_T, positions_T=positions_T, before_R=at_R, images=images)
         batch = build_rank_batch(text, self.mesh, self._backbone.spec)
         hidden_rD = self._backbone.read(batch).float()
-        values_r = F.linear(hidden_rD, self._head[_WEIGHT], self._head[_BIAS]).squeeze(1)
+        values_r = F.linear(hidden_rD, self._head[WEIGHT], self._head[BIAS]).squeeze(1)
         return values_r if batch.tokens is None else batch.tokens.join(values_r)
 
     def save(self, folder: Path) -> None:
@@ -109,8 +113,7 @@ class FsdpCritic:
     def save_head(self, folder: Path) -> None:
         """Write the value head only."""
         if self.mesh.dp_group.is_lead:
-            blob = save({name: value.detach().cpu() for name, value in self._head.items()})
-            write_atomically(folder / HEAD, lambda file: file.write(blob))
+            write_value_head(folder, self._head)
         self._backbone.barrier()
 
     def save_plan(self) -> SavePlan | None:
@@ -123,4 +126,7 @@ class FsdpCritic:
 
     def load_head(self, folder: Path) -> None:
         """Load the value head only."""
-        load_value_head(folder, self._head)
+        found = read_value_head(folder, self._shapes)
+        with torch.no_grad():
+            for name, value in self._head.items():
+                value.copy_(found[name])

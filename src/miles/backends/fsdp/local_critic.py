@@ -14,21 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 from torch.nn import functional as F
 
 from miles.backends.fsdp.local_model import LocalHeadModel
-from miles.core.errors import CheckpointError
 from miles.models.base import CausalLM
-from miles.models.checkpoint.safetensors_io import write_atomically
 from miles.models.checkpoint.save_plan import SavePlan, single_tensor_unit
+from miles.models.checkpoint.value_head import BIAS, HEAD, WEIGHT, read_value_head, value_head_shapes, write_value_head
 from miles.models.optim_groups import TRAINED_VISION, FrozenVision
+from miles.train.batch_tensors import MicroBatch
+from miles.train.model_protocols import KeptTensors, ValueCallback, run_values
 from miles.train.packed_images import PackedImages
-
-HEAD = "value_head.safetensors"
-_WEIGHT, _BIAS = "value_head.weight", "value_head.bias"
 
 
 class LocalCritic(LocalHeadModel):
@@ -43,10 +39,9 @@ class LocalCritic(LocalHeadModel):
         gradient_checkpointing: bool = False,
         frozen_vision: FrozenVision = TRAINED_VISION,
     ) -> None:
-        shapes = {_WEIGHT: (1, decoder.spec.hidden_size), _BIAS: (1,)}
         super().__init__(
             decoder,
-            shapes,
+            value_head_shapes(decoder.spec.hidden_size),
             config=config,
             like=like,
             gradient_checkpointing=gradient_checkpointing,
@@ -56,6 +51,11 @@ class LocalCritic(LocalHeadModel):
     def in_use(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def forward_backward_values(
+        self, micro_batches: Sequence[MicroBatch], callback: ValueCallback
+    ) -> list[KeptTensors]:
+        return run_values(self.values, micro_batches, callback)
+
     def values(
         self,
         tokens_T: Tensor,
@@ -64,9 +64,10 @@ class LocalCritic(LocalHeadModel):
         at_R: Tensor,
         images: PackedImages | None = None,
     ) -> Tensor:
+        """Return the values after the input tokens ``at_R``, in float32; sequences are concatenated."""
         hidden_TD = self._backbone.read(tokens_T, positions_T, lengths, None, images=images).hidden_TD
         hidden_RD = hidden_TD.index_select(0, at_R).to(torch.float32)
-        return F.linear(hidden_RD, self._head[_WEIGHT], self._head[_BIAS]).squeeze(1)
+        return F.linear(hidden_RD, self._head[WEIGHT], self._head[BIAS]).squeeze(1)
 
     def save(self, folder: Path) -> None:
         self._backbone.save(folder)
@@ -74,8 +75,7 @@ class LocalCritic(LocalHeadModel):
 
     def save_head(self, folder: Path) -> None:
         """Write the value head only."""
-        blob = save({name: value.detach().cpu() for name, value in self._head.items()})
-        write_atomically(folder / HEAD, lambda file: file.write(blob))
+        write_value_head(folder, self._head)
 
     def save_plan(self) -> SavePlan | None:
         plan = self._backbone.save_plan()
@@ -88,17 +88,7 @@ class LocalCritic(LocalHeadModel):
 
     def load_head(self, folder: Path) -> None:
         """Load the value head only."""
-        load_value_head(folder, self._head)
-
-
-@torch.no_grad()
-def load_value_head(folder: Path, head: Mapping[str, Tensor]) -> None:
-    """Load a critic's value head from ``folder``."""
-    try:
-        found = load((folder / HEAD).read_bytes())
-    except (OSError, SafetensorError) as cause:
-        raise CheckpointError(f"{folder / HEAD} cannot be read ({cause}); use another checkpoint.") from cause
-    if {name: value.shape for name, value in found.items()} != {n: v.shape for n, v in head.items()}:
-        raise CheckpointError(f"{folder / HEAD} does not match the critic in training.")
-    for name, value in head.items():
-        value.copy_(found[name])
+        found = read_value_head(folder, value_head_shapes(self._backbone.spec.hidden_size))
+        with torch.no_grad():
+            for name, value in self._head.items():
+                value.copy_(found[name])

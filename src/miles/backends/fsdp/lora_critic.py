@@ -16,14 +16,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from miles.backends.fsdp.local_critic import HEAD
 from miles.backends.fsdp.lora_model import LoraModel, list_factor_matrices
 from miles.core.errors import CheckpointError
 from miles.models.checkpoint import peft
 from miles.models.checkpoint.save_plan import SavePlan, single_tensor_unit
+from miles.models.checkpoint.value_head import HEAD
 from miles.models.lora.adapters import LoraAdapters
 from miles.models.optim_groups import MuonMatrices
-from miles.train.model_protocols import ValueModel
+from miles.train.batch_tensors import MicroBatch
+from miles.train.model_protocols import KeptTensors, ValueCallback, ValueModel, run_values
 from miles.train.optim.optimizer import full_grad_norm
 from miles.train.packed_images import PackedImages
 
@@ -33,6 +34,14 @@ class HeadCritic(ValueModel, Protocol):
 
     @property
     def head_parameters(self) -> Mapping[str, Tensor]: ...
+    def values(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        at_R: Tensor,
+        images: PackedImages | None = None,
+    ) -> Tensor: ...
     def save_head(self, folder: Path) -> None: ...
     def load_head(self, folder: Path) -> None: ...
 
@@ -60,6 +69,11 @@ class LoraCritic:
     def in_use(self) -> AbstractContextManager[None]:
         return self._policy.use_adapters(self._adapters)
 
+    def forward_backward_values(
+        self, micro_batches: Sequence[MicroBatch], callback: ValueCallback
+    ) -> list[KeptTensors]:
+        return run_values(self.values, micro_batches, callback)
+
     def values(
         self,
         tokens_T: Tensor,
@@ -68,6 +82,7 @@ class LoraCritic:
         at_R: Tensor,
         images: PackedImages | None = None,
     ) -> Tensor:
+        """Return the values after the input tokens ``at_R``, in float32; sequences are concatenated."""
         assert self._policy.adapters() is self._adapters, "values are computed within in_use()"
         if torch.is_grad_enabled():
             self._policy.set_dropout_key(self._adapters, self._num_forwards)

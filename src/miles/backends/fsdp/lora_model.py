@@ -33,6 +33,7 @@ from miles.train.batch_tensors import MicroBatch
 from miles.train.model_protocols import (
     KeptTensors,
     LossCallback,
+    Pipelined,
     ProvidesFeatures,
     ReportsTokenTime,
     TrainModel,
@@ -240,6 +241,10 @@ class LoraModel:
         """Return the features of a draft model, which are those of the base with the adapters."""
         assert isinstance(self._base_model, ProvidesFeatures), "a rule requires a model with features"
         self._base_model.enable_features(layers)
+
+    @property
+    def pipeline_size(self) -> int:
+        return self._base_model.pipeline_size if isinstance(self._base_model, Pipelined) else 1
 
     def seconds_per_token(self) -> float | None:
         return self._base_model.seconds_per_token() if isinstance(self._base_model, ReportsTokenTime) else None

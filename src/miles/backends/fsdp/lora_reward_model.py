@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from miles.backends.fsdp.lora_model import LoraModel
-from miles.backends.fsdp.reward_model import SCORE, RewardModel
+from miles.backends.fsdp.reward_model import RewardModel
 from miles.models.checkpoint import peft
 from miles.models.checkpoint.save_plan import SavePlan, single_tensor_unit
+from miles.models.checkpoint.sequence_classifier import SCORE
 from miles.models.lora.adapters import LoraAdapters
 from miles.models.lora.targets import LoraSpec
+from miles.train.batch_tensors import PackedSequences
+from miles.train.model_protocols import KeptTensors, ValueCallback, run_scores
 from miles.train.packed_images import PackedImages
 
 
@@ -39,6 +42,11 @@ class LoraRewardModel(LoraModel):
 
     def parameters(self) -> Mapping[str, Tensor]:
         return {**super().parameters(), **self._reward_model.head_parameters}
+
+    def forward_backward_scores(
+        self, micro_batches: Sequence[PackedSequences], callback: ValueCallback
+    ) -> list[KeptTensors]:
+        return run_scores(self.scores, micro_batches, callback)
 
     def scores(
         self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], images: PackedImages | None = None

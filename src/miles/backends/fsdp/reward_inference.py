@@ -15,14 +15,14 @@ from collections.abc import Sequence
 
 import torch
 
+from miles.backends.fsdp.reward_model import RewardModel
 from miles.cluster.executor import Executor
-from miles.train.model_protocols import ScoreModel
 
 
 class BatchedScorer:
     """Scores token sequences with ``model``, at most ``most`` tokens at once unless a single sequence has more."""
 
-    def __init__(self, model: ScoreModel, *, run: Executor, most: int = 16384) -> None:
+    def __init__(self, model: RewardModel, *, run: Executor, most: int = 16384) -> None:
         self._model = model
         self._run = run
         self._most = most

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core import dist_checkpointing, parallel_state
 
 from miles.backends.megatron.distributed_optimizer import MegatronOptimizer
@@ -28,14 +27,14 @@ def save(model: MegatronModel, folder: Path, optimizer: OptimizerProtocol | None
     megatron_optimizer = _as_megatron_optimizer(optimizer)
     if model.dp_group.is_lead:
         folder.mkdir(parents=True, exist_ok=True)
-    _barrier(model)
+    model.barrier()
     state = _state(model)
     if megatron_optimizer is not None:
         megatron_optimizer.init_state()
         state[_OPTIMIZER] = megatron_optimizer.inner.sharded_state_dict(_names_source(state), metadata=_metadata())
         state[_PROGRESS] = {"updates": megatron_optimizer.updates, "steps": megatron_optimizer.steps}
     dist_checkpointing.save(state, str(folder))
-    _barrier(model)
+    model.barrier()
 
 
 def load(model: MegatronModel, folder: Path, optimizer: OptimizerProtocol | None = None) -> None:
@@ -88,7 +87,3 @@ def _metadata() -> dict[str, Any]:
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
     }
-
-
-def _barrier(model: MegatronModel) -> None:
-    model.state.world_group.sum(torch.zeros((), device=model.device))

@@ -46,6 +46,11 @@ class _Range:
     master: Tensor
     rule: torch.optim.Optimizer
 
+    @property
+    def has_master(self) -> bool:
+        """Whether the master is a tensor of its own; that of a float32 tensor is part of it."""
+        return self.tensor.dtype not in _WIDE
+
     def moment(self, key: str) -> Tensor:
         return self.rule.state[self.master][key]
 
@@ -80,7 +85,6 @@ class MegatronOptimizer:
         self._steps: dict[str, int] = {}
         self.inner: Any = self._build_inner()
         self._ranges = {name: list(self._find_ranges(name)) for name in self._names}
-        self._low_precision = buffers.tf_config.params_dtype not in _WIDE
 
     def step(self, lr: float | None = None) -> tuple[float, float]:
         """Make one update; see the trainer's own optimizer."""
@@ -112,7 +116,7 @@ class MegatronOptimizer:
         """
         makers: dict[str, Callable[[], Tensor]] = {}
         for name in self._names:
-            if self._low_precision:
+            if self._has_master(name):
                 makers[f"{MASTER}.{name}"] = partial(self._gather_full, name, lambda span: span.master)
             if name in self._steps:
                 makers[f"{STEP}.{name}"] = partial(torch.tensor, float(self._steps[name]))
@@ -131,7 +135,7 @@ class MegatronOptimizer:
             count = left.pop(f"{STEP}.{name}", None)
             wanted = [] if count is None else [FIRST, SECOND]
             found = {key: pop_state(left, f"{key}.{name}", like) for key in wanted}
-            master = pop_state(left, f"{MASTER}.{name}", like) if self._low_precision else None
+            master = pop_state(left, f"{MASTER}.{name}", like) if self._has_master(name) else None
             if count is not None:
                 self._steps[name] = int(count)
             for span in self._ranges[name]:
@@ -181,7 +185,7 @@ class MegatronOptimizer:
     def move(self, device: torch.device) -> None:
         """Move moments and master weights to ``device``; masters that are the weights themselves move with these."""
         for span in (s for found in self._ranges.values() for s in found):
-            if self._low_precision:
+            if span.has_master:
                 span.master.data = span.master.data.to(device)
             state = span.rule.state.get(span.master, {})
             state.update({key: state[key].to(device) for key in (FIRST, SECOND) if key in state})
@@ -192,10 +196,11 @@ class MegatronOptimizer:
         total = 0
         for span in (s for found in self._ranges.values() for s in found):
             state = span.rule.state.get(span.master, {})
-            total += span.master.nbytes * self._low_precision + sum(
-                state[k].nbytes for k in (FIRST, SECOND) if k in state
-            )
+            total += span.master.nbytes * span.has_master + sum(state[k].nbytes for k in (FIRST, SECOND) if k in state)
         return total
+
+    def _has_master(self, name: str) -> bool:
+        return self._registry.parameters[name].dtype not in _WIDE
 
     # -- Megatron's optimizer ----------------------------------------------------------------
 

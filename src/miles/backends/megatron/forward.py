@@ -19,13 +19,12 @@ from torch import Tensor
 from torch import distributed as dist
 
 from miles.backends.megatron.layer_spec import GPTBackbone
-from miles.backends.megatron.packed_batch import MegatronBatch, RoutingReplay, build_megatron_batch
+from miles.backends.megatron.packed_batch import MegatronBatch, PackedRows, RoutingReplay, build_megatron_batch
 from miles.backends.megatron.parallel_state import MegatronGroup, ParallelState
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
 from miles.core.errors import UsageError
 from miles.kernels.numerics import FAST
 from miles.models.parallel.tp_sharding import ShardSegment
-from miles.train.batch_tensors import MicroBatch
 from miles.train.logprobs import HeadOutput
 from miles.train.model_protocols import KeptTensors, LossCallback
 from miles.train.stopwatch import Stopwatch
@@ -53,7 +52,7 @@ def run_forward_backward(
     chunks: Sequence[GPTBackbone],
     tf_config: DecoderTransformerConfig,
     state: ParallelState,
-    plan: Sequence[MicroBatch],
+    plan: Sequence[PackedRows],
     judge: LossCallback,
     *,
     trained: bool,
@@ -102,7 +101,7 @@ def run_forward_backward(
     return _broadcast_kept(kept, state.pp_group, tf_config.param_device)
 
 
-def _check_replay(tf_config: DecoderTransformerConfig, plan: Sequence[MicroBatch]) -> None:
+def _check_replay(tf_config: DecoderTransformerConfig, plan: Sequence[PackedRows]) -> None:
     """Raise an error if a replay cannot reach every router, also one that is recomputed in backward."""
     kept_tensors, conflict = any(rows.replay_TLk is not None for rows in plan), _replay_conflict(tf_config)
     if conflict is not None and (kept_tensors or any(rows.routed_cache is not None for rows in plan)):

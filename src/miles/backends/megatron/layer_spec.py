@@ -7,6 +7,7 @@ of a key, e of a value, D features; R rows sorted by expert, I channels and E ex
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -145,6 +146,15 @@ class GPTBackbone(GPTModel):
         weight = self.output_layer.weight
         assert weight is not None
         return weight
+
+    def add_scalar_head(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
+        """Add the parameters of a scalar head, such as value_head.weight: zeros in float32."""
+        for name, shape in shapes.items():
+            module, _, parameter = name.rpartition(".")
+            if module not in self._modules:
+                self.add_module(module, nn.Module())
+            zeros = torch.zeros(shape, dtype=torch.float32, device=device)
+            self.get_submodule(module).register_parameter(parameter, nn.Parameter(zeros))
 
 
 # -- layer specs ----------------------------------------------------------------------------

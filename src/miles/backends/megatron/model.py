@@ -22,8 +22,9 @@ from miles.backends.megatron.flags import DISTRIBUTED_OPTIMIZER, parse_flags
 from miles.backends.megatron.forward import run_forward_backward
 from miles.backends.megatron.layer_spec import GPTBackbone, build_gpt_backbone
 from miles.backends.megatron.lora import attach_adapters, find_part
+from miles.backends.megatron.packed_batch import PackedRows
 from miles.backends.megatron.parallel_state import ParallelState, initialize_parallel_state
-from miles.backends.megatron.param_mapping import TIED, ParamMapping, build_param_mappings
+from miles.backends.megatron.param_mapping import TIED, ParamMapping, build_head_mappings, build_param_mappings
 from miles.backends.megatron.param_registry import ParamRegistry
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig, build_transformer_config
 from miles.cluster.parallel_dims import ParallelDims
@@ -33,7 +34,7 @@ from miles.models.checkpoint import hf
 from miles.models.checkpoint.load import load_params
 from miles.models.checkpoint.param_slices import param_shape
 from miles.models.checkpoint.reader import FileReader
-from miles.models.checkpoint.safetensors_io import read_config, stored_tensors
+from miles.models.checkpoint.safetensors_io import StoredTensor, read_config, stored_tensors
 from miles.models.checkpoint.save_plan import SavePlan, plan_save
 from miles.models.checkpoint.tensor_sources import locate_tensors, read_quant_config
 from miles.models.decoder import Decoder
@@ -41,7 +42,6 @@ from miles.models.families import spec_from_config
 from miles.models.lora.adapters import WHOLE, LoraAdapters, ParamPart
 from miles.models.optim_groups import MuonMatrices, find_muon_matrices
 from miles.models.spec import DecoderSpec
-from miles.train.batch_tensors import MicroBatch
 from miles.train.config import TrainConfig
 from miles.train.dp_group import DataParallelGroup
 from miles.train.model_protocols import KeptTensors, LossCallback
@@ -62,12 +62,14 @@ def load_megatron_model(
     device: torch.device | None = None,
     config: Mapping[str, Any] | None = None,
     like: Path | None = None,
+    scalar_head: Mapping[str, tuple[int, ...]] | None = None,
 ) -> MegatronModel:
     """Load the model of the Hugging Face ``folder`` over the ranks of torch's default group; every rank calls it.
 
     ``flags`` are Megatron's own, as on a command line. ``device`` is this rank's; by default its current GPU, or the
     CPU. Saved weights are accompanied by ``config`` and the tokenizer files of ``like``, by default those of
-    ``folder``. Transformer Engine is used where it is installed, unless ``transformer_engine`` is false.
+    ``folder``. Transformer Engine is used where it is installed, unless ``transformer_engine`` is false. With the
+    shapes of a ``scalar_head`` the model has this head too, with zeros; see ``scalar_head``.
     """
     fields = parse_flags(flags)
     distributed_optimizer = bool(fields.pop(DISTRIBUTED_OPTIMIZER, False))
@@ -84,7 +86,13 @@ def load_megatron_model(
     patches.patch_optimizer_without_te()
     like = Path(folder) if like is None else like
     model = MegatronModel(
-        tf_config, state, frozen=frozen, distributed_optimizer=distributed_optimizer, config=config, like=like
+        tf_config,
+        state,
+        frozen=frozen,
+        distributed_optimizer=distributed_optimizer,
+        config=config,
+        like=like,
+        scalar_head=scalar_head or {},
     )
     model.load(Path(folder))
     return model
@@ -94,6 +102,8 @@ class MegatronModel:
     """A TrainModel over Megatron's modules, filled by ``load``; a ``frozen`` one takes no gradient.
 
     With ``distributed_optimizer`` its optimizer is Megatron's: see ``optimizer``. Its kernels are not batch-invariant.
+    A ``scalar_head`` on the last stage, given by its tensors' shapes, is trained in float32; the decoder's own head,
+    unless it is the embedding, is then not trained.
     """
 
     numerics: Numerics = FAST
@@ -107,6 +117,7 @@ class MegatronModel:
         distributed_optimizer: bool = False,
         config: Mapping[str, Any] | None = None,
         like: Path | None = None,
+        scalar_head: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.tf_config = tf_config
         self.state = state
@@ -115,11 +126,27 @@ class MegatronModel:
         self._stopwatch, self._tokens = Stopwatch(tf_config.param_device), 0
         self._has_adapters = False
         self._chunks = _build_chunks(tf_config, state)
-        self.mappings: Mapping[str, ParamMapping] = build_param_mappings(
+        self.scalar_head = dict(scalar_head or {})
+        for chunk in self._chunks:
+            if chunk.post_process:
+                chunk.add_scalar_head(self.scalar_head, tf_config.param_device)
+        self._decoder_mappings = build_param_mappings(
             tf_config.decoder_spec, transformer_engine=tf_config.transformer_engine
         )
+        self.mappings: Mapping[str, ParamMapping] = {
+            **self._decoder_mappings,
+            **build_head_mappings(self.scalar_head),
+        }
         use_buffers = distributed_optimizer and not frozen
-        self._registry = ParamRegistry(self._chunks, tf_config, state, trained=not frozen, buffers=use_buffers)
+        self._registry = ParamRegistry(
+            self._chunks,
+            tf_config,
+            state,
+            self.mappings,
+            trained=not frozen,
+            buffers=use_buffers,
+            scalar_head=self.scalar_head,
+        )
         self._buffers = (
             ParamGradBuffers(self._chunks, tf_config, self._registry, self.mappings) if use_buffers else None
         )
@@ -133,11 +160,16 @@ class MegatronModel:
         """The data-parallel group."""
         return self.state.dp_group
 
+    @property
+    def pipeline_size(self) -> int:
+        """The number of pipeline ranks."""
+        return self.state.pp_group.world
+
     def parameters(self) -> Mapping[str, Tensor]:
         """Return the parameters, float32 if trained; empty for those of another stage."""
         return self._registry.parameters
 
-    def forward_backward(self, plan: Sequence[MicroBatch], judge: LossCallback) -> list[KeptTensors]:
+    def forward_backward(self, plan: Sequence[PackedRows], judge: LossCallback) -> list[KeptTensors]:
         self._tokens += sum(len(rows.tokens_T) for rows in plan)
         return run_forward_backward(
             self._chunks,
@@ -299,13 +331,21 @@ class MegatronModel:
         if self.dp_group.is_lead:
             decoder.load_state_dict(gathered, assign=True)
             hf.export(decoder, folder, like=self._like, config=self._config)
-        self.state.world_group.sum(torch.zeros((), device=self.device))  # until the files are written
+        self.barrier()  # until the files are written
 
-    @torch.no_grad()
+    def barrier(self) -> None:
+        """Wait until every rank has called it."""
+        self.state.world_group.sum(torch.zeros((), device=self.device))
+
     def load(self, folder: Path) -> None:
         """Load this rank's parts: only the tensors of its stage and its own experts are read."""
-        config, mappings = read_config(folder), self.mappings
-        sources = locate_tensors(spec_from_config(config), stored_tensors(folder), read_quant_config(config), folder)
+        self.load_decoder(folder, spec_from_config(read_config(folder)), stored_tensors(folder))
+
+    @torch.no_grad()
+    def load_decoder(self, folder: Path, spec: DecoderSpec, stored: Mapping[str, StoredTensor]) -> None:
+        """Load this rank's parts from some of the tensors of ``folder``, which are a model of ``spec``."""
+        mappings = self._decoder_mappings
+        sources = locate_tensors(spec, stored, read_quant_config(read_config(folder)), folder)
         shapes = {name: param_shape(tuple(s.piece for s in parts)) for name, parts in sources.items()}
         mismatched = sources.keys() ^ mappings.keys() or {n for n in mappings if shapes[n] != mappings[n].shape}
         if mismatched:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ from miles.kernels.numerics import FAST
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.rope import Positions
 from miles.models.spec import DecoderSpec
-from miles.train.batch_tensors import MicroBatch, RoutedExpertsCache
+from miles.train.batch_tensors import RoutedExpertsCache
+from miles.train.packed_images import PackedImages
 from miles.train.prefix_sharing import TreeNode, build_attention
 
 # -- routing --------------------------------------------------------------------------------
@@ -222,6 +223,28 @@ class PackedParams(PackedSeqParams):
     replay: RoutingReplay | None = field(default=None, kw_only=True)
 
 
+class PackedRows(Protocol):
+    """Packed tokens: a MicroBatch, or PackedSequences."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]: ...
+    @property
+    def tokens_T(self) -> Tensor: ...
+    @property
+    def positions_T(self) -> Tensor: ...
+    @property
+    def before_R(self) -> Tensor: ...
+    @property
+    def replay_TLk(self) -> Tensor | None: ...
+    @property
+    def routed_cache(self) -> RoutedExpertsCache | None: ...
+    @property
+    def tree_nodes(self) -> tuple[TreeNode, ...]: ...
+    @property
+    def images(self) -> PackedImages | None: ...
+    def unshare(self) -> PackedRows: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronBatch:
     """A micro-batch of this rank: its tokens, the layers' arguments, and the slots ``at_r`` that predict."""
@@ -233,7 +256,7 @@ class MegatronBatch:
 
 
 def build_megatron_batch(
-    rows: MicroBatch,
+    rows: PackedRows,
     spec: DecoderSpec,
     state: ParallelState,
     *,
@@ -273,7 +296,7 @@ class _LocalSlots:
     tokens: ContextTokens | None = None
 
 
-def _pad(rows: MicroBatch, multiple: int) -> _LocalSlots:
+def _pad(rows: PackedRows, multiple: int) -> _LocalSlots:
     """All of the rows, followed by a padding sequence."""
     missing = -len(rows.tokens_T) % multiple
     lengths, tree_nodes, replay_tLk = rows.lengths, rows.tree_nodes, rows.replay_TLk
@@ -292,7 +315,7 @@ def _pad(rows: MicroBatch, multiple: int) -> _LocalSlots:
     )
 
 
-def _shard(rows: MicroBatch, group: MegatronGroup, multiple: int) -> _LocalSlots:
+def _shard(rows: PackedRows, group: MegatronGroup, multiple: int) -> _LocalSlots:
     """This context-parallel rank's chunks of every sequence."""
     device = rows.tokens_T.device
     slots = build_slots(rows.lengths, rank=group.rank, context=group.world, multiple=multiple)

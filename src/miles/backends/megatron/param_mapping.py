@@ -54,6 +54,7 @@ _TOP: Mapping[str, str] = {
     "norm.weight": "decoder.final_layernorm.weight",
     "lm_head.weight": "output_layer.weight",
 }
+LM_HEAD = "lm_head.weight"
 TIED = "embedding.weight"
 """The parameter of which the last stage has a copy if the head is tied."""
 
@@ -110,6 +111,13 @@ def build_param_mappings(spec: DecoderSpec, *, transformer_engine: bool) -> Mapp
     return mappings
 
 
+def build_head_mappings(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ParamMapping]:
+    """Map the parameters of a scalar head: in full on every rank of the last stage, each with the gradient of all
+    the tokens of its sequences.
+    """
+    return {name: ParamMapping(shape=shape, tp_shard=TpShard()) for name, shape in shapes.items()}
+
+
 def _build_mapping(spec: DecoderSpec, name: str, shape: tuple[int, ...], tp_shard: TpShard) -> ParamMapping:
     suffix = name.split(".", 2)[2] if name.startswith("layers.") else name
     if suffix.startswith("attention.qkv."):
@@ -137,7 +145,7 @@ def parse_layer_index(name: str) -> int | None:
 def megatron_names(name: str) -> tuple[str, ...]:
     """Return the possible Megatron names of a decoder parameter, inside its layer or the model."""
     if not name.startswith("layers."):
-        return (_TOP[name],)
+        return (_TOP.get(name, name),)
     suffix = name.split(".", 2)[2]
     if suffix in _LAYER:
         return _LAYER[suffix]

@@ -10,7 +10,7 @@ modules' tensors, and stacked experts are copies.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from miles.backends.megatron.layer_spec import GPTBackbone
 from miles.backends.megatron.parallel_state import ParallelState
-from miles.backends.megatron.param_mapping import TIED, build_param_mappings, megatron_names, parse_layer_index
+from miles.backends.megatron.param_mapping import LM_HEAD, TIED, ParamMapping, megatron_names, parse_layer_index
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
 
 _WIDE = (torch.float32, torch.float64)
@@ -28,21 +28,27 @@ _UNTRAINED = ".moe.correction"
 
 
 class ParamRegistry:
-    """The parameters of one rank's ``chunks``; if ``trained`` they are at least float32."""
+    """The parameters of one rank's ``chunks``; if ``trained`` they are at least float32.
+
+    Those of ``scalar_head`` are trained in float32 also if the others are not; the decoder's own head is then frozen.
+    """
 
     def __init__(
         self,
         chunks: Sequence[GPTBackbone],
         tf_config: DecoderTransformerConfig,
         state: ParallelState,
+        mappings: Mapping[str, ParamMapping],
         *,
         trained: bool,
         buffers: bool,
+        scalar_head: Collection[str] = (),
     ) -> None:
         self.trained = trained
+        self._scalar_head = frozenset(scalar_head)
         self._state = state
         self._buffers = buffers
-        self._mappings = build_param_mappings(tf_config.decoder_spec, transformer_engine=tf_config.transformer_engine)
+        self._mappings = mappings
         found = {name: tensors for name in self._mappings if (tensors := _find_tensors(chunks, tf_config, name))}
         self.local_names = frozenset(found)
         self._modules: dict[str, list[Tensor]] = found
@@ -136,11 +142,12 @@ class ParamRegistry:
         tensors, mapping = self._modules.get(name), self._mappings[name]
         fp32 = torch.promote_types(tf_config.params_dtype, torch.float32)
         if tensors is None:
-            float32_param = self.trained and not self._buffers
-            dtype = fp32 if float32_param or name.endswith(_UNTRAINED) else tf_config.params_dtype
+            trained = self._is_trained(name)
+            wide = name in self._scalar_head or name.endswith(_UNTRAINED) or (trained and not self._buffers)
+            dtype = fp32 if wide else tf_config.params_dtype
             empty = torch.empty((0, *mapping.shape[1:]), device=tf_config.param_device, dtype=dtype)
-            return empty.requires_grad_(self.trained and not name.endswith(_UNTRAINED))
-        requires_grad = self.trained and isinstance(tensors[0], nn.Parameter)
+            return empty.requires_grad_(trained)
+        requires_grad = self._is_trained(name) and isinstance(tensors[0], nn.Parameter)
         for tensor in tensors:
             tensor.requires_grad_(requires_grad)
         same = not requires_grad or tensors[0].dtype in _WIDE or self._buffers
@@ -162,6 +169,11 @@ class ParamRegistry:
             for number, tensor in enumerate(tensors):
                 tensor.register_post_accumulate_grad_hook(partial(self._accumulate, name, number))
         return parameter
+
+    def _is_trained(self, name: str) -> bool:
+        if self._scalar_head and (name in self._scalar_head or name == LM_HEAD):
+            return name != LM_HEAD
+        return self.trained and not name.endswith(_UNTRAINED)
 
     def _accumulate(self, name: str, number: int, tensor: Tensor) -> None:
         """Add a module's gradient to the parameter's."""

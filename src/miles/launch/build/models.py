@@ -15,7 +15,7 @@ import torch
 
 from miles.algo.config import CRITIC_ESTIMATORS
 from miles.algo.registry import AlgoHooks
-from miles.backends.fsdp.local_critic import HEAD, LocalCritic
+from miles.backends.fsdp.local_critic import LocalCritic
 from miles.backends.fsdp.local_model import LocalModel
 from miles.backends.fsdp.lora_critic import HeadCritic, LoraCritic
 from miles.backends.fsdp.lora_model import LoraBaseModel, LoraModel, LoraReference, UnmergedLoraModel
@@ -53,6 +53,7 @@ from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
 from miles.models.checkpoint.convert import convert_checkpoint, plan_conversion
 from miles.models.checkpoint.safetensors_io import config_dtype, read_config
+from miles.models.checkpoint.value_head import HEAD
 from miles.models.lora.layout import adapter_spec
 from miles.models.lora.targets import LoraSpec
 from miles.models.model_provider import ModelProvider, apply_model_provider
@@ -69,6 +70,7 @@ from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
 from miles.train.draft_trainer import DraftTrainer
 from miles.train.model_protocols import PolicyReference, ScoreModel, TrainModel, ValueModel
 from miles.train.policy_trainer import PolicyTrainer
+from miles.train.reward_model_trainer import RewardModelTrainer
 
 # -- checkpoints ----------------------------------------------------------------------------
 
@@ -247,6 +249,10 @@ class ModelFactory(Protocol):
         """A value head over the decoder of the actor, which is frozen."""
         ...
 
+    def reward_model(self) -> ScoreModel:
+        """The checkpoint's decoder with a scalar head, trained as a reward model."""
+        ...
+
 
 def choose_save_dtype(config: Config, policy: BaseCheckpoint) -> torch.dtype | None:
     """The dtype the policy's model came in, where --dtype auto trains it in float32."""
@@ -309,7 +315,6 @@ class LocalModelFactory:
         return LocalCritic(self._model, gradient_checkpointing=self._set_recompute(self._model))
 
     def reward_model(self) -> ScoreModel:
-        """The actor with a scalar head, trained as a reward model."""
         config, policy = self._config, self._policy
         model = RewardModel(
             self._model,
@@ -400,6 +405,21 @@ def build_policy_trainer(
         patches_per_feature=1 if policy.spec.vision is None else policy.spec.vision.merge_size**2,
         record_tokens=config.observe.save_rollouts and config.observe.save_trainer_logprobs,
         profiler=StepProfiler(build_profile_settings(config, plan.run_dir), f"rank-{_get_rank(models.dp_group)}"),
+    )
+
+
+def build_reward_model_trainer(
+    config: Config, plan: Plan, run: Executor, models: ModelFactory, model: ScoreModel, *, steps: int
+) -> RewardModelTrainer:
+    """The reward model's trainer of one rank, for ``steps`` training steps."""
+    return RewardModelTrainer(
+        model,
+        train=config.train,
+        hooks=load_trainer_hooks(config),
+        steps=plan.num_steps_per_rollout,
+        updates=steps * plan.num_steps_per_rollout,
+        run=run,
+        dp_group=models.dp_group,
     )
 
 

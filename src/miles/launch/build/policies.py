@@ -28,11 +28,12 @@ from miles.launch.build.engines import (
     get_server_weights,
     load_engine,
 )
-from miles.launch.build.hooks import build_policy_advantages, load_algo_hooks, load_trainer_hooks
+from miles.launch.build.hooks import build_policy_advantages, load_algo_hooks
 from miles.launch.build.models import (
     LocalModelFactory,
     PolicyCheckpoint,
     build_policy_trainer,
+    build_reward_model_trainer,
     load_model,
     read_policy,
 )
@@ -50,7 +51,6 @@ from miles.schedule.device_lease import ColocatedLease, DisjointLease, SleepGrou
 from miles.sync.publish import MultiPolicySync, PolicySync
 from miles.train.multi_policy import MultiPolicyTrainer, PolicyLearner
 from miles.train.policy_trainer import PolicyTrainer
-from miles.train.reward_model_trainer import RewardModelTrainer
 
 if TYPE_CHECKING:
     from miles.backends.remote.remote_engine import RemoteEngine
@@ -341,14 +341,7 @@ def build_trainer(
         return BuiltTrainer(trainer=FrozenTrainer(model))
     models = LocalModelFactory(config, checkpoint, model)
     if config.algo.loss_type == "rm_loss":
-        reward_trainer = RewardModelTrainer(
-            models.reward_model(),
-            train=config.train,
-            hooks=load_trainer_hooks(config),
-            steps=plan.num_steps_per_rollout,
-            updates=steps * plan.num_steps_per_rollout,
-            run=executor,
-        )
+        reward_trainer = build_reward_model_trainer(config, plan, executor, models, models.reward_model(), steps=steps)
         return BuiltTrainer(trainer=reward_trainer)
     local = build_policy_trainer(
         config,

@@ -40,14 +40,21 @@ from miles.core.types import Batch, StepReport, TokenStats, Version
 from miles.kernels.numerics import configure_cublas
 from miles.launch.build.drafts import build_draft_trainer
 from miles.launch.build.hooks import load_algo_hooks
-from miles.launch.build.models import BaseCheckpoint, ModelFactory, build_policy_trainer, read_checkpoint
+from miles.launch.build.models import (
+    BaseCheckpoint,
+    ModelFactory,
+    build_policy_trainer,
+    build_reward_model_trainer,
+    read_checkpoint,
+)
 from miles.launch.config import Config
 from miles.launch.distributed.ray_placement import get_reservation
 from miles.launch.plan.hardware import count_cores
 from miles.launch.plan.plan import Plan, build_plan
 from miles.models.lora.adapters import LoraAdapters
-from miles.train.model_protocols import HasAdapters, ReportsTokenTime, TrainModel, get_engine_weights
+from miles.train.model_protocols import HasAdapters, ReportsTokenTime, ScoreModel, TrainModel, get_engine_weights
 from miles.train.policy_trainer import PolicyTrainer
+from miles.train.reward_model_trainer import RewardModelTrainer
 
 if TYPE_CHECKING:
     from miles.cluster.ray.spmd import RayRankLauncher
@@ -79,7 +86,13 @@ CODEC = Codec((*CORE_TYPES, RankSetup, Config, *(f.type for f in fields(Config) 
 class RankTrainer:
     """The trainer of one rank, and the commands that all ranks run together."""
 
-    def __init__(self, trainer: PolicyTrainer, actor: TrainModel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        trainer: PolicyTrainer | RewardModelTrainer,
+        actor: TrainModel | ScoreModel,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self._trainer = trainer
         self._actor = actor
         self._dtype = dtype
@@ -130,10 +143,10 @@ class RankTrainer:
         return gathered
 
     def adapters(self) -> LoraAdapters | None:
-        return self._trainer.adapters()
+        return self._trainer.adapters() if isinstance(self._trainer, PolicyTrainer) else None
 
     def draft_weights(self) -> Mapping[str, Tensor] | None:
-        return self._trainer.draft_weights()
+        return self._trainer.draft_weights() if isinstance(self._trainer, PolicyTrainer) else None
 
 
 def _run_without_waiting(work: Coroutine[Any, Any, T]) -> T:
@@ -172,6 +185,10 @@ def _build_rank_trainer(
 ) -> RankTrainer:
     """The trainer of this rank; all ranks, which have joined, build theirs at once."""
     models = _build_model_factory(config, plan, checkpoint)
+    if config.algo.loss_type == "rm_loss":
+        scorer = models.reward_model()
+        reward_trainer = build_reward_model_trainer(config, plan, _SyncExecutor(), models, scorer, steps=steps)
+        return RankTrainer(reward_trainer, scorer, checkpoint.dtype, checkpoint.platform.device)
     actor = models.actor()
     draft = build_draft_trainer(config, checkpoint, models.dp_group)
     trainer = build_policy_trainer(

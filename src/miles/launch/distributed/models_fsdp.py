@@ -11,16 +11,16 @@ import torch
 from miles.backends.fsdp.device_mesh import FsdpMesh
 from miles.backends.fsdp.fsdp_critic import FsdpCritic
 from miles.backends.fsdp.fsdp_model import FsdpModel
-from miles.backends.fsdp.local_critic import HEAD
 from miles.launch.build.models import BaseCheckpoint, build_lora_model, choose_save_dtype, resolve_side_spec
 from miles.launch.config import Config
 from miles.launch.plan.layout_memory import get_frozen_vision, get_recompute_layers, get_recompute_mode
 from miles.launch.plan.lora import build_lora
 from miles.launch.plan.plan import Plan
 from miles.models.checkpoint.safetensors_io import read_config
+from miles.models.checkpoint.value_head import HEAD
 from miles.models.spec import DecoderSpec
 from miles.train.dp_group import DataParallelGroup
-from miles.train.model_protocols import TrainModel, ValueModel
+from miles.train.model_protocols import ScoreModel, TrainModel, ValueModel
 
 
 def build_fsdp_factory(config: Config, plan: Plan, checkpoint: BaseCheckpoint) -> FsdpModelFactory:
@@ -73,6 +73,9 @@ class FsdpModelFactory:
     def value_head(self) -> FsdpCritic:
         assert self._base is not None, "the actor with adapters is loaded first"
         return FsdpCritic(self._base)
+
+    def reward_model(self) -> ScoreModel:
+        raise AssertionError("a rule refuses to train a reward model on ranks of FSDP")
 
     def _load_trained(
         self,

@@ -8,17 +8,20 @@ from typing import Any
 
 from miles.backends.fsdp.lora_critic import HeadCritic
 from miles.backends.megatron.config import build_recompute_flags
+from miles.backends.megatron.head_models import MegatronCritic, MegatronRewardModel
 from miles.backends.megatron.model import MegatronModel, load_megatron_model
 from miles.backends.megatron.parallel_state import initialize_parallel_state
-from miles.core.errors import UsageError
 from miles.launch.build.models import BaseCheckpoint, build_lora_model, resolve_side_spec
 from miles.launch.config import Config
 from miles.launch.plan.layout_memory import get_recompute_layers, get_recompute_mode
 from miles.launch.plan.lora import build_lora
 from miles.launch.plan.plan import Plan
+from miles.models.checkpoint.safetensors_io import read_config
+from miles.models.checkpoint.sequence_classifier import SCORE
+from miles.models.checkpoint.value_head import HEAD, value_head_shapes
 from miles.models.spec import DecoderSpec
 from miles.train.dp_group import DataParallelGroup
-from miles.train.model_protocols import TrainModel, ValueModel
+from miles.train.model_protocols import ScoreModel, TrainModel, ValueModel
 
 
 class MegatronModelFactory:
@@ -57,10 +60,27 @@ class MegatronModelFactory:
         return self._load(folder, resolve_side_spec(self._config, self._checkpoint, folder), frozen=True)
 
     def value(self, folder: Path) -> ValueModel:
-        raise UsageError("--train-backend megatron has no critic; use --train-backend fsdp.")
+        spec = resolve_side_spec(self._config, self._checkpoint, folder)
+        head = value_head_shapes(spec.hidden_size)
+        value = MegatronCritic(self._load(folder, spec, config=read_config(folder), frozen=False, scalar_head=head))
+        if (folder / HEAD).exists():
+            value.load_head(folder)
+        return value
 
     def value_head(self) -> HeadCritic:
-        raise UsageError("--train-backend megatron has no critic; use --train-backend fsdp.")
+        raise AssertionError("a rule refuses a critic of adapters with Megatron")
+
+    def reward_model(self) -> ScoreModel:
+        checkpoint = self._checkpoint
+        backbone = self._load(
+            checkpoint.folder,
+            checkpoint.spec,
+            config=checkpoint.config,
+            frozen=False,
+            scalar_head={SCORE: (1, checkpoint.spec.hidden_size)},
+        )
+        self._dp_group = backbone.dp_group
+        return MegatronRewardModel(backbone, config=checkpoint.config)
 
     def _get_flags(self) -> tuple[str, ...]:
         """Megatron's own flags, and ours under its names."""
@@ -76,6 +96,7 @@ class MegatronModelFactory:
         config: Mapping[str, Any] | None = None,
         frozen: bool,
         transformer_engine: bool = True,
+        scalar_head: Mapping[str, tuple[int, ...]] | None = None,
     ) -> MegatronModel:
         """A model that is trained, or ``frozen``; saved with ``config`` if that is given."""
         return load_megatron_model(
@@ -89,4 +110,5 @@ class MegatronModelFactory:
             frozen=frozen,
             transformer_engine=transformer_engine,
             flags=self._get_flags(),
+            scalar_head=scalar_head,
         )

@@ -10,7 +10,7 @@ from miles.config.value_types import format_value
 from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.launch.plan.hardware import choose_device, count_accelerators
-from miles.launch.plan.lora import shares_reference
+from miles.launch.plan.lora import shares_critic, shares_reference
 from miles.launch.plan.plan import count_samples_per_prompt
 from miles.launch.plan.topology import (
     build_parallel_dims,
@@ -154,10 +154,12 @@ def check_megatron(c: Config) -> Iterator[str]:
             flag = f"--megatron-{c.megatron.megatron_flags[0][2:]}"
             yield f"{flag} needs --train-backend megatron; add that, or remove {flag}."
         return
-    if c.algo.advantage_estimator in CRITIC_ESTIMATORS and c.algo.loss_type not in OFFLINE_LOSSES:
+    has_critic = c.algo.advantage_estimator in CRITIC_ESTIMATORS and c.algo.loss_type not in OFFLINE_LOSSES
+    if has_critic and shares_critic(c):
         yield (
-            f"--advantage-estimator {c.algo.advantage_estimator} needs a critic, which --train-backend megatron does "
-            "not have; use fsdp."
+            f"--advantage-estimator {c.algo.advantage_estimator} with --lora-rank has a critic of adapters over the "
+            "policy's base, which --train-backend megatron does not support; give the critic weights of its own with "
+            "--critic-load, or use fsdp."
         )
     if "--use-distributed-optimizer" in c.megatron.megatron_flags:
         for flag in list_set_flags(c, "--optimizer", "--optimizer-state-dtype", "--optimizer-cpu-offload"):
@@ -165,11 +167,6 @@ def check_megatron(c: Config) -> Iterator[str]:
                 f"{flag} does not work with --megatron-use-distributed-optimizer, which is Adam in float32 on the GPU; "
                 "remove one of them."
             )
-    if c.train.opd_teacher_load or c.train.opd_teachers:
-        yield (
-            "--opd-teacher-load and --opd-teachers are not supported by --train-backend megatron; serve the teacher "
-            "and use --opd-teacher-urls, or use fsdp."
-        )
 
 
 def check_megatron_package(c: Config) -> Iterator[str]:
@@ -201,7 +198,16 @@ def check_single_process_features(c: Config) -> Iterator[str]:
     if not is_distributed(c):
         return
     if c.algo.loss_type == "rm_loss":
-        yield f"--loss-type rm_loss trains on one GPU with fsdp; remove {_name_distributed_flag(c)}."
+        if c.train.train_backend == "fsdp":
+            yield (
+                "--loss-type rm_loss trains on one GPU with fsdp, and on several with --train-backend megatron; remove "
+                f"{_name_distributed_flag(c)}, or use megatron."
+            )
+        elif c.lora.is_enabled:
+            yield (
+                "--loss-type rm_loss with --lora-rank does not support --train-backend megatron; remove --lora-rank, "
+                "or use fsdp on one GPU."
+            )
     if c.train.critic_device != "auto":
         yield (
             f"--critic-device {c.train.critic_device} gives the critic one device, but with "

@@ -1,0 +1,167 @@
+"""Megatron models with a scalar head: the critic of PPO, and the reward model.
+
+The last stage has the decoder's hidden states and the head; the values are broadcast to all stages.
+
+``_R`` some tokens of a micro-batch, ``_r`` those of them on this context-parallel rank, ``D`` hidden.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from miles.backends.megatron.model import MegatronModel
+from miles.models.checkpoint.save_plan import SavePlan, SaveUnit, single_tensor_unit
+from miles.models.checkpoint.sequence_classifier import SCORE, SequenceClassifier, read_score, split_score
+from miles.models.checkpoint.value_head import BIAS, HEAD, WEIGHT, read_value_head, write_value_head
+from miles.models.optim_groups import MuonMatrices
+from miles.train.batch_tensors import MicroBatch, PackedSequences
+from miles.train.config import TrainConfig
+from miles.train.dp_group import DataParallelGroup
+from miles.train.logprobs import HeadOutput
+from miles.train.model_protocols import KeptTensors, ValueCallback
+from miles.train.optim.lr_scheduler import LRSchedule
+from miles.train.optim.optimizer import OptimizerProtocol
+
+
+class MegatronHeadModel:
+    """A decoder with a scalar head, float32 and initially zero: ``backbone`` was loaded with that head."""
+
+    def __init__(self, backbone: MegatronModel, *, weight: str, bias: str | None = None) -> None:
+        assert weight in backbone.scalar_head, "the backbone is loaded with the shapes of its head"
+        self._backbone = backbone
+        self._weight = weight
+        self._bias = bias
+
+    @property
+    def device(self) -> torch.device:
+        return self._backbone.device
+
+    @property
+    def dp_group(self) -> DataParallelGroup:
+        return self._backbone.dp_group
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return self._backbone.parameters()
+
+    def finalize_grads(self) -> None:
+        self._backbone.finalize_grads()
+
+    def norm(self, grads: Mapping[str, Tensor]) -> Tensor:
+        return self._backbone.norm(grads)
+
+    def after_update(self) -> None:
+        self._backbone.after_update()
+
+    def gather(self, name: str, local: Tensor) -> Tensor:
+        return self._backbone.gather(name, local)
+
+    def shard(self, name: str, full: Tensor) -> Tensor:
+        return self._backbone.shard(name, full)
+
+    def muon_matrices(self) -> Mapping[str, MuonMatrices]:
+        return self._backbone.muon_matrices()
+
+    def move(self, device: torch.device) -> None:
+        self._backbone.move(device)
+
+    def optimizer(self, train: TrainConfig, schedule: LRSchedule, *, lr_flag: str) -> OptimizerProtocol | None:
+        """Build Megatron's distributed optimizer if it was selected, over the decoder and its head."""
+        return self._backbone.optimizer(train, schedule, lr_flag=lr_flag)
+
+    def compute_scalars(self, output: HeadOutput) -> Tensor:
+        """Return the head's output of each token, in float32; on the last stage."""
+        params = self._backbone.parameters()
+        bias = None if self._bias is None else params[self._bias]
+        scalar_r = F.linear(output.hidden_RD.float(), params[self._weight], bias).squeeze(1)
+        return scalar_r if output.tokens is None else output.tokens.join(scalar_r)
+
+    def head_units(self) -> tuple[SaveUnit, ...]:
+        """Return what is saved of the head."""
+        shapes = self._backbone.scalar_head.items()
+        return tuple(single_tensor_unit(name, torch.empty(shape, device="meta")) for name, shape in shapes)
+
+    def gather_head(self) -> dict[str, Tensor]:
+        """Return the head's tensors on every rank."""
+        params = self._backbone.parameters()
+        return {name: self._backbone.gather(name, params[name].detach()) for name in self._backbone.scalar_head}
+
+    @torch.no_grad()
+    def set_head(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set the head's tensors on the ranks that have them."""
+        params = self._backbone.parameters()
+        for name in self._backbone.scalar_head:
+            params[name].copy_(self._backbone.shard(name, tensors[name]))
+
+
+class MegatronCritic(MegatronHeadModel):
+    """A ValueModel: a linear on the decoder's hidden states. Its folder is that of every other backend's critic."""
+
+    def __init__(self, backbone: MegatronModel) -> None:
+        super().__init__(backbone, weight=WEIGHT, bias=BIAS)
+
+    def in_use(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def forward_backward_values(
+        self, micro_batches: Sequence[MicroBatch], callback: ValueCallback
+    ) -> list[KeptTensors]:
+        unshared = [rows.without_replay().unshare() for rows in micro_batches]
+        return self._backbone.forward_backward(unshared, lambda i, output: callback(i, self.compute_scalars(output)))
+
+    def save(self, folder: Path) -> None:
+        self._backbone.save(folder)
+        head = self.gather_head()
+        if self.dp_group.is_lead:
+            write_value_head(folder, head)
+        self._backbone.barrier()
+
+    def save_plan(self) -> SavePlan | None:
+        return replace(self._backbone.save_plan(), extra_files={HEAD: self.head_units()})
+
+    def load(self, folder: Path) -> None:
+        self._backbone.load(folder)
+        self.load_head(folder)
+
+    def load_head(self, folder: Path) -> None:
+        """Load the value head only."""
+        self.set_head(read_value_head(folder, self._backbone.scalar_head))
+
+
+class MegatronRewardModel(MegatronHeadModel):
+    """A ScoreModel: a linear on the hidden state of a sequence's last token. Its folder is transformers' classifier."""
+
+    def __init__(self, backbone: MegatronModel, *, config: Mapping[str, Any]) -> None:
+        super().__init__(backbone, weight=SCORE)
+        self._classifier = SequenceClassifier(config, backbone.spec.eos_token_ids)
+
+    def forward_backward_scores(
+        self, micro_batches: Sequence[PackedSequences], callback: ValueCallback
+    ) -> list[KeptTensors]:
+        return self._backbone.forward_backward(
+            micro_batches, lambda i, output: callback(i, self.compute_scalars(output))
+        )
+
+    def save(self, folder: Path) -> None:
+        self._backbone.save(folder)
+        score = self.gather_head()[SCORE]
+        if self.dp_group.is_lead:
+            self._classifier.write_score(folder, score)
+        self._backbone.barrier()
+
+    def save_plan(self) -> SavePlan | None:
+        plan = self._backbone.save_plan()
+        return replace(plan, units=(*plan.units, *self.head_units()), config=self._classifier.build_config(plan.config))
+
+    def load(self, folder: Path) -> None:
+        stored, score = split_score(folder)
+        self._backbone.load_decoder(folder, self._backbone.spec, stored)
+        self.set_head({SCORE: read_score(score, self._backbone.spec.hidden_size)})

@@ -1,0 +1,181 @@
+"""Critics and reward models on Megatron's ranks and in one process, and the steps that tests compare."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tests.backends.megatron import cases
+from tests.train.small_trainer import EPS, worker
+
+from miles.algo.config import AlgoConfig
+from miles.backends.fsdp.local_critic import LocalCritic
+from miles.backends.fsdp.local_model import LocalModel
+from miles.backends.fsdp.reward_model import RewardModel
+from miles.cluster.executor import InlineExecutor
+from miles.cluster.parallel_dims import ParallelDims
+from miles.core.types import Batch, Sample
+from miles.models.checkpoint import hf
+from miles.models.checkpoint.safetensors_io import read_config
+from miles.models.checkpoint.sequence_classifier import SCORE
+from miles.models.checkpoint.value_head import value_head_shapes
+from miles.models.families import spec_from_config
+from miles.train.config import TrainConfig
+from miles.train.critic import Critic
+from miles.train.dp_group import SINGLE_RANK
+from miles.train.policy_trainer import PolicyTrainer
+from miles.train.reward_model_trainer import RewardModelTrainer
+
+PPO = {"advantage_estimator": "ppo", "gamma": 0.97, "lambd": 0.9, "value_clip": 0.05}
+TRAIN = {
+    **{"max_tokens_per_gpu": 16, "adam_eps": EPS, "lr": 1e-2, "critic_lr": 2e-2, "weight_decay": 0.5},
+    "clip_grad": 0.1,
+}
+
+
+def watch_optimizer(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Where every whole gradient of the next step will be, as the optimizer was given it."""
+    holder = type("Holder", (), {"_optimizer": optimizer})()
+    return cases.watch(model, holder)
+
+
+def fill_head(model: Any) -> None:
+    """A head of zeros would give the decoder no gradient."""
+    with torch.no_grad():
+        for name, parameter in model.parameters().items():
+            if name.startswith(("value_head.", "score.")) and parameter.numel():
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+
+
+def ppo_trainer(actor: Any, value: Any, dp_group: Any, algo: dict[str, Any]) -> tuple[PolicyTrainer, Critic]:
+    settings, train = AlgoConfig(**PPO, **algo), TrainConfig(**TRAIN)
+    critic = Critic(value, algo=settings, train=train, updates=10, dp_group=dp_group)
+    how = {"algo": PPO | algo, "train": TRAIN, "temperature": 0.9, "critic": critic, "dp_group": dp_group}
+    return worker(actor, **how), critic
+
+
+def ppo_step(actor: Any, value: Any, dp_group: Any, batch: tuple[Sample, ...], algo: dict[str, Any]) -> dict[str, Any]:
+    """A PPO step: its metrics, the critic's gradients and what both models are after it."""
+    fill_head(value)
+    trainer, critic = ppo_trainer(actor, value, dp_group, algo)
+    grads = watch_optimizer(value, critic._optimizer)
+    report = asyncio.run(trainer.step(Batch(step=0, samples=batch, num_groups=1)))
+    after = {name: value.gather(name, p.detach()).clone() for name, p in value.parameters().items()}
+    actor_after = {name: actor.gather(name, p.detach()).clone() for name, p in actor.parameters().items()}
+    return {"metrics": dict(report.metrics), "grads": grads, "after": after, "actor": actor_after, "trainer": trainer}
+
+
+def local_pair(folder: Path) -> tuple[LocalModel, LocalCritic]:
+    config = read_config(folder)
+    actor, value = (hf.load(folder, device="cpu", dtype=torch.float32) for _ in range(2))
+    return LocalModel(actor, config=config), LocalCritic(value, config=config)
+
+
+def ppo_alone(folder: Path, batch: tuple[Sample, ...], algo: dict[str, Any]) -> dict[str, Any]:
+    """The step in one process, itself held against transformers."""
+    return ppo_step(*local_pair(folder), SINGLE_RANK, batch, algo)
+
+
+def ppo_shared(
+    rank: int,
+    world: int,
+    folder: Path,
+    layout: ParallelDims,
+    flags: tuple[str, ...],
+    batch: tuple[Sample, ...],
+    algo: dict[str, Any],
+    out: Path | None,
+) -> dict[str, Any]:
+    """The step on one of Megatron's ranks; a checkpoint after it is written, read and written by ``save``."""
+    from tests.backends.megatron.shim import on_cpu
+
+    with on_cpu():
+        from miles.backends.megatron.head_models import MegatronCritic
+        from miles.backends.megatron.model import load_megatron_model
+        from miles.backends.megatron.parallel_state import destroy_parallel_state
+
+        spec, config = spec_from_config(read_config(folder)), read_config(folder)
+        how: dict[str, Any] = {"dtype": torch.float32, "flags": flags, "config": config}
+        head = value_head_shapes(spec.hidden_size)
+        try:
+            actor = load_megatron_model(folder, spec, layout, **how)
+            value = MegatronCritic(load_megatron_model(folder, spec, layout, **how, scalar_head=head))
+            found = ppo_step(actor, value, actor.dp_group, batch, algo)
+            trainer = found.pop("trainer")
+            if out is not None:
+                asyncio.run(trainer.save(out / "checkpoint"))
+                actor.barrier()
+                asyncio.run(trainer.load(out / "checkpoint"))
+                value.save(out / "critic")
+                found["read"] = {n: value.gather(n, p.detach()).clone() for n, p in value.parameters().items()}
+            return found
+        finally:
+            destroy_parallel_state()
+
+
+def rewarded(kind: str) -> tuple[Sample, ...]:
+    """Ragged samples with a reward each, which PPO's estimator spreads over their tokens."""
+    found = cases.samples(kind)
+    for number, s in enumerate(found):
+        s.advantages[s.mask] = np.float32(number % 3)
+    return found
+
+
+# -- reward models --------------------------------------------------------------------------
+
+
+def reward_trainer(model: Any, dp_group: Any, **train: Any) -> RewardModelTrainer:
+    config = TrainConfig(**(TRAIN | {"max_tokens_per_gpu": 32} | train))
+    return RewardModelTrainer(model, train=config, steps=1, updates=10, run=InlineExecutor(), dp_group=dp_group)
+
+
+def reward_step(model: Any, dp_group: Any, batch: tuple[Sample, ...]) -> dict[str, Any]:
+    """A step of a reward model: its metrics, gradients and what it is after it."""
+    fill_head(model)
+    trainer = reward_trainer(model, dp_group)
+    grads = watch_optimizer(model, trainer._optimizer)
+    report = asyncio.run(trainer.step(Batch(step=0, samples=batch, num_groups=1)))
+    after = {name: model.gather(name, p.detach()).clone() for name, p in model.parameters().items()}
+    return {"metrics": dict(report.metrics), "grads": grads, "after": after, "trainer": trainer}
+
+
+def local_reward_model(folder: Path) -> RewardModel:
+    return RewardModel(hf.load(folder, device="cpu", dtype=torch.float32), config=read_config(folder), like=folder)
+
+
+def reward_shared(
+    rank: int,
+    world: int,
+    folder: Path,
+    layout: ParallelDims,
+    flags: tuple[str, ...],
+    batch: tuple[Sample, ...],
+    out: Path | None,
+) -> dict[str, Any]:
+    """The step on one of Megatron's ranks; a checkpoint after it is written, read and written by ``save``."""
+    from tests.backends.megatron.shim import on_cpu
+
+    with on_cpu():
+        from miles.backends.megatron.head_models import MegatronRewardModel
+        from miles.backends.megatron.model import load_megatron_model
+        from miles.backends.megatron.parallel_state import destroy_parallel_state
+
+        spec, config = spec_from_config(read_config(folder)), read_config(folder)
+        head = {SCORE: (1, spec.hidden_size)}
+        try:
+            backbone = load_megatron_model(
+                folder, spec, layout, dtype=torch.float32, flags=flags, config=config, scalar_head=head
+            )
+            model = MegatronRewardModel(backbone, config=config)
+            found = reward_step(model, backbone.dp_group, batch)
+            trainer = found.pop("trainer")
+            if out is not None:
+                asyncio.run(trainer.save(out / "checkpoint"))
+                backbone.barrier()
+                asyncio.run(trainer.load(out / "checkpoint"))
+                model.save(out / "saved")
+                found["read"] = {n: model.gather(n, p.detach()).clone() for n, p in model.parameters().items()}
+            return found
+        finally:
+            destroy_parallel_state()

@@ -1,0 +1,79 @@
+"""Reward models on Megatron, against the FSDP backend in one process and transformers' classifier."""
+
+import asyncio
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from tests.backends.megatron import cases, head_cases
+from tests.backends.megatron.test_model import DISTRIBUTED_OPTIMIZER, INTERLEAVED, Case, layout
+from tests.pool import ranks
+from tests.train.test_preference import pairs
+from transformers import AutoModelForSequenceClassification
+
+from miles.core.types import Batch
+from miles.train.dp_group import SINGLE_RANK
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed: miles-rl[megatron]"),
+]
+
+CASES = [
+    Case("qwen3", {}),
+    Case("qwen3 untied", {"tensor": 2, "sequence": True}),
+    Case("qwen3", {"pipeline": 2}),
+    Case("qwen3 untied", {"pipeline": 2}, INTERLEAVED),
+    Case("qwen3", {"context": 2}),
+    Case("qwen3 untied", {"shard": 2}),
+    Case("qwen3", {"shard": 2}, DISTRIBUTED_OPTIMIZER),
+    Case("qwen3", {"tensor": 2, "pipeline": 2}),
+    Case("qwen3_moe", {"pipeline": 2, "shard": 2, "expert": 2}, DISTRIBUTED_OPTIMIZER),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_of_a_reward_model_in_any_layout_is_the_step_of_one_process(tmp_path: Path, case: Case):
+    folder, batch = cases.written(tmp_path / "model", case.kind), tuple(pairs())
+    wanted = head_cases.reward_step(head_cases.local_reward_model(folder), SINGLE_RANK, batch)
+    assert wanted["metrics"]["grad_norm"] > 0.1 and wanted["metrics"]["micro_batches"] > 1
+    where = layout(case.sizes)
+    for found in ranks(where.world, head_cases.reward_shared, folder, where, case.flags, batch, None):
+        assert not cases.unlike(found["metrics"], wanted["metrics"])
+        assert not cases.apart(found["grads"], wanted["grads"], 1e-4)
+        assert not cases.apart(found["after"], wanted["after"], 1e-4)
+
+
+def test_ranks_without_a_pair_keep_in_step(tmp_path: Path):
+    folder, batch = cases.written(tmp_path / "model", "qwen3_moe"), tuple(pairs(1))
+    wanted = head_cases.reward_step(head_cases.local_reward_model(folder), SINGLE_RANK, batch)
+    where = layout({"shard": 2, "expert": 2})
+    for found in ranks(2, head_cases.reward_shared, folder, where, (), batch, None):
+        assert not cases.unlike(found["metrics"], wanted["metrics"])
+        assert not cases.apart(found["after"], wanted["after"], 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3 untied"])
+def test_its_folder_is_transformers_classifier_and_training_goes_on_in_one_process(tmp_path: Path, kind: str):
+    folder, batch = cases.written(tmp_path / "model", kind), tuple(pairs())
+    for name in ("checkpoint", "saved"):
+        (tmp_path / name).mkdir()
+    where = layout({"tensor": 2, "pipeline": 2})
+    for found in ranks(4, head_cases.reward_shared, folder, where, (), batch, tmp_path):
+        assert all(torch.equal(found["read"][name], found["after"][name]) for name in found["after"])
+    own = head_cases.reward_step(head_cases.local_reward_model(folder), SINGLE_RANK, batch)["trainer"]
+    heir_model = head_cases.local_reward_model(folder)
+    heir = head_cases.reward_trainer(heir_model, SINGLE_RANK)
+    asyncio.run(heir.load(tmp_path / "checkpoint"))
+    for name in ("checkpoint", "saved"):
+        theirs = AutoModelForSequenceClassification.from_pretrained(
+            tmp_path / name, num_labels=1, dtype=torch.float32, attn_implementation="eager"
+        )
+        for s in batch:
+            tokens = torch.from_numpy(s.tokens).long()
+            found = heir_model.scores(tokens, torch.arange(len(tokens)), (len(tokens),))
+            assert found.item() == pytest.approx(theirs(tokens[None]).logits.item(), abs=1e-5)
+    for trainer in (own, heir):
+        asyncio.run(trainer.step(Batch(step=1, samples=batch, num_groups=1)))
+    assert not cases.apart(dict(heir.weights()), dict(own.weights()), 1e-3)
