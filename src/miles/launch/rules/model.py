@@ -222,7 +222,7 @@ def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
         return
     has_experts = any(target.num_experts for target in lora.targets)
     if lora.use_dora:
-        yield from _check_dora(c, has_experts=has_experts)
+        yield from _check_dora(c)
     if lora.dropout and is_unmerged(c):
         yield "--lora-dropout does not work with --train-precision or --no-lora-merge; remove one of them."
     if is_unmerged(c) and c.algo.loss_type == "rm_loss":
@@ -246,9 +246,7 @@ def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
         )
 
 
-def _check_dora(c: Config, *, has_experts: bool) -> Iterator[str]:
-    if has_experts:
-        yield "DoRA does not support adapters of routed experts; add --exclude-modules experts, or remove --use-dora."
+def _check_dora(c: Config) -> Iterator[str]:
     if is_unmerged(c) or c.lora.lora_dropout:
         yield "DoRA does not work with --train-precision, --no-lora-merge or --lora-dropout; remove one of them."
 
