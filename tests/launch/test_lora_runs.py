@@ -168,6 +168,7 @@ def list_problems(line: str, command: Command = "train") -> list[str]:
         "--lora-rank 8 --use-dora --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2",
         "--lora-rank 8 --lora-dropout 0.1 --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2",
         "--hf-checkpoint moe --lora-rank 8 --lora-dropout 0.1 --target-modules experts",
+        "--hf-checkpoint moe --lora-rank 8 --use-dora --target-modules experts --experts-shared-outer-loras",
         "--lora-rank 0",
     ],
 )

@@ -69,6 +69,13 @@ def test_experts_in_a_served_engine_are_sent_adapters_alone(moe, tmp_path):
     assert len(sent) == 3 and all(size / 2 <= each < size + 4096 for each in sent)
 
 
+def test_engine_and_trainer_agree_with_merged_experts_under_dora(moe, tmp_path):
+    rows = train(moe, tmp_path / "run", *EXACT, *EXPERTS, "--lora-merge", "--use-dora")
+    assert [row["parity_max_abs"] for row in rows] == [0.0] * 2
+    found = load_file(last(tmp_path / "run") / "adapter" / "adapter_model.safetensors")
+    assert sum(".experts." in name and name.endswith("lora_magnitude_vector") for name in found) > 0
+
+
 @pytest.mark.parametrize("more", [(), ("--experts-shared-outer-loras",)], ids=["own", "shared"])
 def test_a_killed_run_of_experts_continues_to_the_bit(moe, tmp_path, more):
     more = (*EXPERTS, *more)

@@ -31,7 +31,8 @@ from miles.train.dp_group import SINGLE_RANK
 
 def lora_of(spec: DecoderSpec, form: str) -> LoraSpec:
     targets = select_targets(spec, "all-linear" if form == "dora" else "*", None)
-    more = {"shared_outer": form == "shared", "use_dora": form == "dora", "dropout": 0.3 if form == "dropout" else 0.0}
+    is_shared, is_dora = form in ("shared", "dora of shared experts"), form.startswith("dora")
+    more = {"shared_outer": is_shared, "use_dora": is_dora, "dropout": 0.3 if form == "dropout" else 0.0}
     return LoraSpec(rank=4, alpha=6.0, targets=targets, **more)
 
 

@@ -65,6 +65,8 @@ FORMS = {
     "experts": {"config": MOE, "wanted": "*"},
     "shared experts": {"config": MOE, "wanted": "experts", "lora": {"shared_outer": True}},
     "dora": {"lora": {"use_dora": True, "use_rslora": True}},
+    "dora of experts": {"config": MOE, "wanted": "*", "lora": {"use_dora": True}},
+    "dora of shared experts": {"config": MOE, "wanted": "experts", "lora": {"use_dora": True, "shared_outer": True}},
     "dropout": {"lora": {"dropout": 0.2}},
     "dropout of experts": {"config": MOE, "wanted": "*", "lora": {"dropout": 0.2}, "gradient_checkpointing": True},
     "dropout, recomputed": {"lora": {"dropout": 0.2}, "gradient_checkpointing": True},

@@ -31,6 +31,8 @@ CASES = [
     ("deepseek v3", tuple(TWO), "plain"),
     ("gpt-oss", ("tp", "ep", "fsdp"), "shared"),
     ("deepseek v3", ("fsdp", "tp", "tp+sp"), "dora"),
+    ("qwen3 moe", ("fsdp", "tp", "ep"), "dora of experts"),
+    ("gpt-oss", ("tp", "ep"), "dora of shared experts"),
     ("qwen3", ("tp", "tp+sp"), "dropout"),
     ("qwen3 moe", ("tp",), "dropout"),  # padding of sequence parallelism has experts too, so that rows are others
 ]

@@ -24,6 +24,7 @@ from miles.backends.native.runner.lora import list_served_modules
 from miles.cluster.executor import InlineExecutor
 from miles.core.errors import EngineError, UsageError
 from miles.core.protocols import SamplingParams
+from miles.core.types import Version
 from miles.kernels.numerics import FAST, numerics_from_parity
 from miles.models.lora.factors import parse_factors
 from miles.models.lora.layout import build_factor_map
@@ -350,3 +351,52 @@ def test_over_a_packed_base_an_adapter_gives_what_the_engines_own_gives(format):
     for own, served in zip(*answers, strict=True):
         assert own.tokens == served.tokens
         np.testing.assert_allclose(own.logprobs, served.logprobs, atol=1e-4)
+
+
+def test_requests_name_a_published_version_and_those_in_flight_end_with_theirs():
+    engine = build_engine(names=(), slots=3)
+    versions = {Version(number=number): name for number, name in enumerate(("first", "second", "third"))}
+
+    async def story():
+        engine.publish_lora(Version(), adapters("qwen3")["first"], keep=2)
+        engine.publish_lora(Version(number=1), adapters("qwen3")["second"], keep=2)
+        asked = replace(NEW, max_new_tokens=20)
+        running = engine.submit(GenerateRequest(tokens=LONG, sampling=asked, logprob_start_len=0))
+        while not running.logprobs:  # it samples under the second
+            await asyncio.sleep(0)
+        engine.publish_lora(Version(number=2), adapters("qwen3")["third"], keep=2)
+        answered = await ask(engine, (LONG, None, NEW), (LONG, "actor-1", NEW), (LONG, "actor-2", NEW))
+        await running.completion()
+        with pytest.raises(EngineError, match="there is no LoRA adapter 'actor-0'; loaded: actor-1, actor-2"):
+            engine.submit(GenerateRequest(tokens=LONG, sampling=NEW, lora="actor-0"))
+        return [running, *answered]
+
+    outputs = asyncio.run(story())
+    stamped = [[version for version, _ in output.split_by_version(len(output.tokens))] for output in outputs]
+    assert [[version.number for version in each] for each in stamped] == [[1], [2], [1], [2]]
+    for output, (version,) in zip(outputs, stamped, strict=True):
+        expect("qwen3", versions[version], output)
+    assert engine.version == Version(number=2)
+
+
+def test_publishing_a_version_keeps_the_prefixes_of_others():
+    engine = build_engine(names=(), slots=3)
+
+    def count_cached(name):
+        before = engine.stats()["prefilled_tokens"]
+        output = engine.submit(GenerateRequest(tokens=LONG, sampling=NEW, lora=name))
+        return output, before
+
+    async def story():
+        counts = []
+        for number, name in ((0, "first"), (1, "second")):
+            engine.publish_lora(Version(number=number), adapters("qwen3")[name], keep=2)
+            for asked in (None, "actor-0"):
+                output, before = count_cached(asked)
+                await output.completion()
+                counts.append(engine.stats()["prefilled_tokens"] - before)
+        return counts
+
+    first, again, other, old = asyncio.run(story())
+    assert first == other == len(LONG)  # no prefix of another version is found
+    assert again == old < len(LONG) / 2  # that of its own is, also after the publication

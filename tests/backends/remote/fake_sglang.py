@@ -1,7 +1,8 @@
 """A server with SGLang's LoRA endpoints that computes nothing, in this process.
 
 It counts the requests of an adapter as SGLang does: an unload waits for them and blocks every other load, and a request
-that is aborted while it waits to run is counted for ever. Its answers count upwards from the prompt's last token.
+that is aborted while it waits to run is counted for ever. Its answers count upwards from the prompt's last token, or
+are a function of prompt and adapter.
 """
 
 import asyncio
@@ -18,9 +19,15 @@ from tests.backends.remote.harness import serve_app
 
 
 class FakeSglang:
-    """``max_running`` requests run at once; ``reject_load`` makes it answer 400 to the next adapters."""
+    """``max_running`` requests run at once; ``reject_load`` makes it answer 400 to the next adapters.
 
-    def __init__(self, folder, *, max_lora_rank: int = 4, max_running: int = 2) -> None:
+    With ``vocab_size`` every bit of the adapter, the prompt and the seed has a say in each token of an answer.
+    """
+
+    def __init__(
+        self, folder, *, max_lora_rank: int = 4, max_running: int = 2, vocab_size: int | None = None
+    ) -> None:
+        self.vocab_size = vocab_size
         self.folder = folder
         self.max_lora_rank = max_lora_rank
         self.label = "default"
@@ -93,16 +100,28 @@ class FakeSglang:
 
     async def _sample(self, body: dict, response: web.StreamResponse, aborted: asyncio.Event) -> web.StreamResponse:
         first, limit = body["input_ids"][-1], body["sampling_params"]["max_new_tokens"]
+        tokens = [(first + count) % 300 for count in range(limit + 1)]
+        if self.vocab_size is not None:
+            tokens = self._mix(body, limit + 1, self.vocab_size)
         for count in range(1, limit + 1):
             reason = {"type": "abort", "message": ""} if aborted.is_set() else None
             reason = {"type": "length", "length": limit} if count == limit else reason
-            event = self._event(count, [(first + count) % 300], reason)
+            event = self._event(count, [tokens[count]], reason)
             if reason is not None:
                 return await self._end(response, event)
             await response.write(event)
             await self.held.wait()
             await asyncio.sleep(0.001)
         return response
+
+    def _mix(self, body: dict, count: int, vocab_size: int) -> list[int]:
+        """Tokens that are a function of a request's adapter, prompt and seed."""
+        adapter = self.adapters[body["lora_path"]]
+        key = hashlib.shake_256(json.dumps([body["input_ids"], body["sampling_params"]["sampling_seed"]]).encode())
+        for name in sorted(adapter):
+            key.update(adapter[name])
+        digest = key.digest(2 * count)
+        return [int.from_bytes(digest[2 * i : 2 * i + 2], "little") % vocab_size for i in range(count)]
 
     def _event(self, count: int, tokens: list[int], reason: dict | None) -> bytes:
         meta = {
@@ -135,7 +154,8 @@ class FakeSglang:
         return web.json_response({"data": [base, *({"id": name, "parent": "tiny"} for name in self.adapters)]})
 
     async def info(self, request: web.Request) -> web.Response:
-        lora = {"enable_lora": True, "max_lora_rank": self.max_lora_rank}
+        lora: dict = {"enable_lora": True, "max_lora_rank": self.max_lora_rank}
+        lora |= {"enable_deterministic_inference": self.vocab_size is not None}
         return web.json_response(
             {"model_path": str(self.folder), "weight_version": self.label, "tp_size": 1, "version": "0.5.18", **lora}
         )

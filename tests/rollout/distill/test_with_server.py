@@ -15,12 +15,12 @@ from tests.train.test_served_teacher import TEMPERATURE, keep, knobs, logps_of, 
 
 from miles.algo.advantages import build_samples
 from miles.backends.fsdp.local_model import LocalModel
-from miles.backends.native.engine.engine import TopLogprobsEngine
 from miles.core.errors import EngineError, UsageError
 from miles.core.media import PlacedImage, make_image_input
 from miles.core.protocols import SamplingParams
 from miles.core.token_fields import TEACHER_LOGPROB, TOP_TOKENS
 from miles.core.types import Author, Prompt, Reward, Span, Status, Trajectory, Version
+from miles.launch.build.teachers import TopLogprobsEngine
 from miles.models.checkpoint import hf
 from miles.models.tokenizer import load_tokenizer
 from miles.rollout.distill.preflight import TeacherRequirements, check_teacher

@@ -21,7 +21,7 @@ from miles.core.errors import CheckpointError
 from miles.kernels.numerics import Numerics
 from miles.models.checkpoint import hf, peft
 from miles.models.checkpoint.safetensors_io import write_json
-from miles.models.checkpoint.save_plan import SavePlan, SaveUnit, single_tensor_unit
+from miles.models.checkpoint.save_plan import SavePlan, SaveUnit
 from miles.models.lora.adapters import LoraAdapters, ParamPart, encode_factor, read_adapter
 from miles.models.lora.targets import LoraSpec, LoraTarget
 from miles.models.optim_groups import MuonMatrices
@@ -422,8 +422,9 @@ class UnmergedLoraModel(LoraModel):
 
 def list_factor_matrices(adapters: LoraAdapters) -> dict[str, MuonMatrices]:
     """Return the factors as Muon's matrices; those of experts are a matrix each."""
-    shapes = {name: tuple(factor.shape) for name, factor in adapters.parameters.items()}
-    return {n: MuonMatrices(shape, ((0, shape[-2], 1),)) for n, shape in shapes.items() if len(shape) > 1}
+    magnitudes = {peft.magnitude_name(target) for target in adapters.lora.targets}
+    shapes = {n: tuple(factor.shape) for n, factor in adapters.parameters.items() if n not in magnitudes}
+    return {name: MuonMatrices(shape, ((0, shape[-2], 1),)) for name, shape in shapes.items()}
 
 
 def _list_units(adapters: LoraAdapters) -> tuple[SaveUnit, ...]:
@@ -443,8 +444,10 @@ def _list_units(adapters: LoraAdapters) -> tuple[SaveUnit, ...]:
             )
         if adapters.lora.use_dora:
             name = peft.magnitude_name(target)
-            found = single_tensor_unit(peft.peft_tensor_name(name), adapters.parameters[name])
-            units.append(replace(found, name=name))
+            pieces = peft.list_magnitude_files(adapters.lora, target)
+            pieces = tuple(replace(piece, hf_name=peft.peft_tensor_name(piece.hf_name)) for piece in pieces)
+            shape, dtype = target.magnitude_shape, adapters.parameters[name].dtype
+            units.append(SaveUnit(name=name, shape=shape, dtype=dtype, pieces=pieces))
     return tuple(units)
 
 

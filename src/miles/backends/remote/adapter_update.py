@@ -1,4 +1,4 @@
-"""Weight update of stock SGLang by LoRA adapters: each version is a new adapter, loaded while the server generates.
+"""Weight update by LoRA adapters (SGLang's endpoints): each version is a new one, loaded while the server generates.
 
 Nothing changes for requests before ``commit``, which has new ones name the new adapter. Requests in flight end with the
 adapter that they began with, so that each has one version.
@@ -19,15 +19,17 @@ from miles.backends.remote.pool.engine_pool import EngineSlot
 from miles.backends.remote.sglang_lora import AdapterFormat
 from miles.backends.remote.transports.buckets import Bucket, DigestManifest, ShapeManifest
 from miles.core.errors import CheckpointError
+from miles.models.checkpoint.peft import peft_tensor_name
 from miles.models.checkpoint.safetensors_io import stored_tensors
+from miles.models.lora.adapters import encode_factor
 
 __all__ = ["AdapterUpdate"]
 
 
 class AdapterUpdate:
-    """Implements UpdateProtocol for SGLang with ``--enable-lora``; tensors that are no factors stay as it loaded them.
+    """Implements UpdateProtocol for ``--enable-lora``; tensors that are no factors stay as the server loaded them.
 
-    The server computes the SHA-256 of every tensor that it received and exits if one is wrong.
+    The server computes the SHA-256 of every tensor that it received. If one is wrong, SGLang exits and ours rejects it.
     """
 
     requires_pause = False
@@ -47,7 +49,7 @@ class AdapterUpdate:
         self._is_loaded = False
 
     async def begin(self, shapes: ShapeManifest) -> None:
-        if self._format.problem is not None:
+        if self._format.problem is not None and self._info.kind == "sglang":
             raise RequestRejected(
                 f"{self.client.name} is stock SGLang, but {self._format.problem}; choose other "
                 "--target-modules, or remove --no-lora-merge"
@@ -62,6 +64,7 @@ class AdapterUpdate:
         if missing is not None:
             raise RequestRejected(f"{self.client.name} is to be sent an adapter without {missing}")
         self._check_base()
+        self.client.adapters.keep = max(1, self._format.num_versions)
         self._factors = {}
         self._name = shapes.label
 
@@ -72,6 +75,8 @@ class AdapterUpdate:
         except CheckpointError:
             return
         for name in self._format.names:
+            if name in self._format.experts:
+                continue
             matrix = name.rpartition(".lora_")[0] + ".weight"
             if matrix not in stored:
                 raise RequestRejected(
@@ -115,7 +120,15 @@ class AdapterUpdate:
 
     def _build_tensors(self) -> dict[str, Tensor]:
         dtype = next(iter(self._factors.values())).dtype
-        tensors = {self._format.names[name]: tensor for name, tensor in self._factors.items()}
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self._factors.items():
+            experts = self._format.experts.get(name)
+            if experts is None:
+                tensors[self._format.names[name]] = tensor
+                continue
+            if experts.target.is_stacked:
+                tensor = encode_factor(tensor, is_a=experts.is_a, target=experts.target)
+            tensors |= {peft_tensor_name(piece.hf_name): piece.view(tensor).contiguous() for piece in experts.pieces}
         return tensors | {name: torch.zeros(shape, dtype=dtype) for name, shape in self._format.zeros.items()}
 
     async def rollback(self) -> None:

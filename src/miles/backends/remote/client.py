@@ -7,6 +7,7 @@ ends all in-flight requests with the tokens they have.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -371,7 +372,7 @@ class SglangClient:
         first = loads[0] if isinstance(loads, list) and loads else {}
         return {name: float(value) for name, value in first.items() if name in ("num_reqs", "num_waiting_reqs")}
 
-    # -- adapters of stock SGLang -----------------------------------------------------------
+    # -- adapters ---------------------------------------------------------------------------
 
     async def list_adapters(self) -> set[str]:
         """The names of the LoRA adapters that it has."""
@@ -390,8 +391,12 @@ class SglangClient:
     ) -> None:
         """Load a LoRA adapter under a new name; the server compares the checksums of its tensors."""
         body: dict[str, Any] = {"lora_name": name, "config_dict": dict(config), "expected_checksums": dict(checksums)}
-        data = await asyncio.to_thread(bucket.to_inline_pickle)
-        body |= {"serialized_named_tensors": [data] * ranks, "load_format": "flattened_bucket"}
+        if self._info is not None and self._info.kind == "miles":
+            data = await asyncio.to_thread(lambda: base64.b64encode(bucket.as_safetensors).decode())
+            body |= {"serialized_named_tensors": [data], "load_format": "safetensors"}
+        else:
+            data = await asyncio.to_thread(bucket.to_inline_pickle)
+            body |= {"serialized_named_tensors": [data] * ranks, "load_format": "flattened_bucket"}
         answer = await self.request("POST", "/load_lora_adapter_from_tensors", body, seconds=seconds)
         if name not in (answer.get("loaded_adapters") or ()):
             raise RequestRejected(f"{self.name} did not load adapter {name}")

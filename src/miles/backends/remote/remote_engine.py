@@ -54,8 +54,12 @@ class RemoteEngine:
         seconds: float,
         layout: QuantizedLayout = "packed",
         self_test: bool | None = None,
+        num_versions: int = 0,
     ) -> DeferredWeightSync:
-        """Start the servers in the background; the first publication waits for them, and raises their errors."""
+        """Start the servers in the background; the first publication waits for them, and raises their errors.
+
+        ``num_versions``: how many versions of the run's adapters servers of ours hold by name; 0 if they do not.
+        """
         assert self._monitor is None, "sync is called once"
         self._weight_update = RemoteWeightUpdate(
             self.pool,
@@ -67,6 +71,7 @@ class RemoteEngine:
             seconds=seconds,
             layout=layout,
             self_test=self_test,
+            num_versions=num_versions,
             log=self._log,
         )
         servers = dict(zip(self.pool.slots, self._servers, strict=True))

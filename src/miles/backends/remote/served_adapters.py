@@ -1,4 +1,4 @@
-"""LoRA adapters of one stock SGLang server: the version that new requests name, and older ones until they are unused.
+"""LoRA adapters of one server: the version that new requests name, and older ones until they are unused.
 
 SGLang unloads an adapter only when all requests that name it have ended, and takes no other adapter until then. It does
 not count a request as ended that was aborted while it waited to be scheduled (seen in 0.5.18): an unload would wait for
@@ -21,12 +21,17 @@ _UNLOAD_SECONDS = 90.0
 
 
 class ServedAdapters:
-    """``unload`` removes an adapter from the server. ``current`` is the name that new requests use."""
+    """``unload`` removes an adapter from the server. ``current`` is the name that new requests use.
+
+    The last ``keep`` adapters stay, that one included: other programs may name them in requests of their own.
+    """
 
     def __init__(self, unload: Unload) -> None:
         self._unload = unload
         self._requests: Counter[str] = Counter()
         self._retired: set[str] = set()
+        self._kept: list[str] = []
+        self.keep = 1
         self._tasks: set[asyncio.Task[None]] = set()
         self.current: str | None = None
         self.stuck: set[str] = set()
@@ -53,7 +58,11 @@ class ServedAdapters:
         """New requests use another adapter; the one before is unloaded as soon as no request uses it."""
         if self.current not in (None, name):
             assert self.current is not None
-            self._retired.add(self.current)
+            self._kept.append(self.current)
+        self._kept = [each for each in self._kept if each != name]
+        num_old = max(0, len(self._kept) - self.keep + 1)
+        self._retired |= set(self._kept[:num_old])
+        del self._kept[:num_old]
         self.current = name
         self._unload_unused()
 
@@ -79,11 +88,13 @@ class ServedAdapters:
             self.on_stuck(name)
 
     async def unload_current(self) -> None:
-        """Unload the adapter of new requests too, if no request uses it: the server goes on without this run."""
-        name, self.current = self.current, None
-        if name is not None and name not in self.stuck and not self._requests[name]:
-            await self.wait_unloaded()
-            await self._unload_one(name)
+        """Unload the adapters that are left, if no request uses them: the server goes on without this run."""
+        names = [*self._kept, *([] if self.current is None else [self.current])]
+        self._kept, self.current = [], None
+        for name in names:
+            if name not in self.stuck and not self._requests[name]:
+                await self.wait_unloaded()
+                await self._unload_one(name)
 
     async def close(self) -> None:
         """Wait for nothing more."""

@@ -1,4 +1,4 @@
-"""LoRA adapters of stock SGLang: which targets it takes, its flags, and the names and shapes of an adapter. No torch.
+"""LoRA adapters of servers: which targets stock SGLang takes, its flags, and the names of an adapter. No torch.
 
 SGLang applies adapters beside its weights. It fuses the projections of a layer (query, key and value; gate and up), and
 takes an adapter of a fused one only if all its parts have factors: parts without an adapter get factors of zeros.
@@ -7,12 +7,19 @@ takes an adapter of a fused one only if all its parts have factors: parts withou
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from miles.models.checkpoint.peft import lora_a_name, lora_b_name, peft_tensor_name
+from miles.models.checkpoint.param_slices import HfSlice
+from miles.models.checkpoint.peft import list_factor_files, lora_a_name, lora_b_name, peft_tensor_name
 from miles.models.lora.layout import group_targets
-from miles.models.lora.targets import LoraSpec, LoraTarget, list_targets, targets_from_modules
+from miles.models.lora.targets import (
+    LoraSpec,
+    LoraTarget,
+    list_targets,
+    peft_target_parameters,
+    targets_from_modules,
+)
 from miles.models.spec import DecoderSpec
 
 __all__ = ["MAX_ADAPTERS", "AdapterFormat", "build_adapter_format", "build_lora_flags", "find_target_problem"]
@@ -28,11 +35,23 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPieces:
+    """A factor of all experts of a target, and what of it each tensor of an adapter's file is."""
+
+    target: LoraTarget
+    is_a: bool
+    pieces: tuple[HfSlice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFormat:
     """A run's adapter as SGLang takes it.
 
     ``names`` are the tensors of the adapter by the names under which factors are published, and ``zeros`` the shapes of
     those that are not published because their projections have no adapter. ``problem`` is why SGLang does not take it.
+
+    ``num_versions`` of it stay loaded, on servers of ours, which take any target; 0 if these are sent none by name.
+    ``experts`` are the targets of factors that belong to routed experts, which a file has one by one.
     """
 
     rank: int
@@ -40,6 +59,8 @@ class AdapterFormat:
     names: Mapping[str, str]
     zeros: Mapping[str, tuple[int, ...]]
     problem: str | None = None
+    num_versions: int = 0
+    experts: Mapping[str, ExpertPieces] = field(default_factory=dict)
 
 
 def find_target_problem(spec: DecoderSpec, targets: Iterable[LoraTarget]) -> str | None:
@@ -73,7 +94,7 @@ def build_lora_flags(
     return flags
 
 
-def build_adapter_format(spec: DecoderSpec) -> AdapterFormat | None:
+def build_adapter_format(spec: DecoderSpec, *, num_versions: int = 0) -> AdapterFormat | None:
     """The format of the adapters that a decoder has; None if it has none."""
     adapters = spec.adapters
     if adapters is None:
@@ -88,8 +109,15 @@ def build_adapter_format(spec: DecoderSpec) -> AdapterFormat | None:
     )
     names: dict[str, str] = {}
     zeros: dict[str, tuple[int, ...]] = {}
-    complete = _complete_targets(spec, targets)
+    experts: dict[str, ExpertPieces] = {}
+    complete = targets if num_versions else _complete_targets(spec, targets)
     for target in complete:
+        if num_versions and target.num_experts:
+            files = zip((lora_a_name(target), lora_b_name(target)), list_factor_files(lora, target), strict=True)
+            experts |= {
+                name: ExpertPieces(target=target, is_a=name == lora_a_name(target), pieces=pieces)
+                for name, pieces in files
+            }
         for name, shape in zip((lora_a_name(target), lora_b_name(target)), lora.factor_shapes(target), strict=True):
             if target in targets:
                 names[name] = peft_tensor_name(name)
@@ -105,9 +133,17 @@ def build_adapter_format(spec: DecoderSpec) -> AdapterFormat | None:
         "bias": "none",
         "use_rslora": False,
         "use_dora": False,
+        "target_parameters": peft_target_parameters(targets) or None,
     }
-    problem = find_target_problem(spec, targets)
-    return AdapterFormat(rank=lora.rank, config=config, names=names, zeros=zeros, problem=problem)
+    return AdapterFormat(
+        rank=lora.rank,
+        config=config,
+        names=names,
+        zeros=zeros,
+        problem=find_target_problem(spec, targets),
+        num_versions=num_versions,
+        experts=experts,
+    )
 
 
 def _complete_targets(spec: DecoderSpec, targets: Sequence[LoraTarget]) -> tuple[LoraTarget, ...]:

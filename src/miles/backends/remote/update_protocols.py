@@ -1,6 +1,6 @@
 """Weight-update protocols of one server: two-phase with a commit (``miles serve``), or in place (stock SGLang).
 
-That of stock SGLang with LoRA adapters is in ``adapter_update``.
+That of LoRA adapters which requests name is in ``adapter_update``.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ async def create_update_protocol(
 ) -> UpdateProtocol:
     """The weight-update protocol of this kind of server; ``adapter`` is the format of a run's unmerged adapters."""
     info = await client.fetch_info()
-    if info.kind == "miles":
+    if info.kind == "miles" and (adapter is None or not adapter.num_versions):
         return StagedUpdate(slot, client, seconds)
     if adapter is not None:
         return AdapterUpdate(slot, client, seconds, info=info, adapter=adapter)

@@ -8,7 +8,8 @@ The digests of a version cover all its tensors, and all are verified; only tenso
 version are sent: of a partly frozen model, or of LoRA adapters merged into some matrices, only the changed ones.
 
 Servers that stage buckets (``miles serve``) keep generating until the commit; others are paused from the start. Stock
-SGLang that is sent LoRA adapters is not paused: each version is an adapter of its own, which requests name.
+SGLang that is sent LoRA adapters is not paused, and neither are servers of ours that hold them by name: each version is
+an adapter of its own, which requests name.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class RemoteWeightUpdate:
         seconds: float,
         layout: QuantizedLayout = "packed",
         self_test: bool | None = None,
+        num_versions: int = 0,
         log: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self._pool = pool
@@ -101,7 +103,7 @@ class RemoteWeightUpdate:
         self._committed: CommittedWeights | None = None
         self._host_buffer = HostWeightBuffer()
         self._lock = asyncio.Lock()
-        self._targets = UpdateTargets(pool, seconds, build_adapter_format(spec), log)
+        self._targets = UpdateTargets(pool, seconds, build_adapter_format(spec, num_versions=num_versions), log)
         self._described: set[str] = set()
         self._mismatches = 0
         self._writer = InPlaceIpcWriter(spec, transport.export, log) if isinstance(transport, IpcTransport) else None

@@ -1,6 +1,6 @@
 """An adapter in training: float32 factors, summed gradients and AdamW; its state is written and read as safetensors.
 
-Shapes: I inputs, O outputs, r rank.
+Shapes: I inputs, O outputs, r rank; factors of experts have a first dimension for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from miles.backends.service.multi_lora import AdapterFactors, GradientSum
 from miles.core.errors import CheckpointError
-from miles.models.checkpoint.peft import CONFIG, WEIGHTS, build_peft_config, peft_tensor_name
+from miles.models.checkpoint.peft import CONFIG, WEIGHTS, build_peft_config, list_factor_files, peft_tensor_name
+from miles.models.lora.adapters import encode_factor
 from miles.models.lora.targets import LoraSpec, LoraTarget
 from miles.models.spec import DecoderSpec
 
@@ -32,7 +33,7 @@ STATE = "state.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterShape:
-    """Rank and targets of an adapter: attention, MLP, or both."""
+    """Rank and targets of an adapter: attention, MLP with routed experts, or both."""
 
     rank: int
     alpha: float
@@ -68,12 +69,14 @@ class Adapter:
         self.shape = shape
         self.targets = shape.select(targets)
         assert self.targets, "an adapter has at least one target"
+        self._lora = LoraSpec(rank=shape.rank, alpha=shape.alpha, targets=self.targets)
         generator = torch.Generator().manual_seed(shape.seed & 0x7FFFFFFFFFFFFFFF)
         self._params: dict[str, tuple[Tensor, Tensor]] = {}
         for target in self.targets:
             bound = math.sqrt(1 / target.inputs)
-            a_rI = torch.empty(shape.rank, target.inputs).uniform_(-bound, bound, generator=generator)
-            self._params[target.module] = (a_rI.to(device), torch.zeros(target.outputs, shape.rank, device=device))
+            shape_a, shape_b = self._lora.factor_shapes(target)
+            a_rI = torch.empty(shape_a).uniform_(-bound, bound, generator=generator)
+            self._params[target.module] = (a_rI.to(device), torch.zeros(shape_b, device=device))
         self.factors = AdapterFactors(factors=self._params, scale=shape.scale, rank=shape.rank)
         self._optimizer = self._build_optimizer()
         self.num_steps = 0
@@ -110,12 +113,16 @@ class Adapter:
     # -- state ------------------------------------------------------------------------------
 
     def export(self) -> dict[str, Tensor]:
-        """Return the factors in PEFT's names."""
-        return {
-            f"{peft_tensor_name(module)}.{name}": tensor.detach()
-            for module, pair in self._params.items()
-            for name, tensor in zip((_A, _B), pair, strict=True)
-        }
+        """Return the factors in PEFT's names; those of experts as their checkpoint has experts."""
+        tensors: dict[str, Tensor] = {}
+        for target in self.targets:
+            files = list_factor_files(self._lora, target)
+            for is_a, tensor, pieces in zip((True, False), self._params[target.module], files, strict=True):
+                factor = tensor.detach()
+                if target.is_stacked:
+                    factor = encode_factor(factor, is_a=is_a, target=target)
+                tensors |= {peft_tensor_name(piece.hf_name): piece.view(factor) for piece in pieces}
+        return tensors
 
     def collect_state(self) -> dict[str, Tensor]:
         """Return all tensors: factors, and gradients and moments where there are any."""
@@ -180,7 +187,8 @@ def write_peft(folder: Path, adapter: Adapter, spec: DecoderSpec, base: str) -> 
     folder.mkdir(parents=True, exist_ok=True)
     config = build_peft_config(lora, spec, base)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in adapter.export().items()}
+    # Experts are parts of one tensor here, and tensors of their own in the file.
+    tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in adapter.export().items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     for name in (CONFIG, WEIGHTS):
         _sync_file(folder / name)

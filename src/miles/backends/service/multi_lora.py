@@ -3,9 +3,11 @@
 The base weights are frozen: their part of backward is the gradient of the input alone. Forward is the grouped LoRA of
 the engine (``kernels.lora.grouped``), so that a row's result depends on its adapter only. Backward reduces the
 gradients of the factors over the rows of one segment after the other; what else is in the batch does not enter them.
+Routed experts are the same for rows sorted by expert (``kernels.lora.experts``): each row has its adapter's factors of
+its expert.
 
 Shapes: T rows of the batch, I inputs, N outputs of a projection, P targets fused in it, O outputs of a target, r rank,
-X = P r, S segments' rows.
+X = P r, S segments' rows, E experts, R rows sorted by expert.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from miles.kernels.lora.experts import ExpertFactors, ExpertLora
 from miles.kernels.lora.grouped import (
     LoraPlan,
     LoraSlots,
@@ -28,9 +31,11 @@ from miles.kernels.lora.grouped import (
     choose_tile_rows,
     split_columns,
 )
+from miles.kernels.moe.grouped_gemm import SortedRows, grouped_linear
 from miles.kernels.numerics import Numerics
 from miles.models.decoder import Decoder
 from miles.models.layers.linear import Linear
+from miles.models.layers.moe import MoeMlp
 from miles.models.lora.targets import LoraTarget, targets_from_modules
 
 __all__ = ["AdapterFactors", "GradientSum", "LoraSegment", "MultiLora"]
@@ -38,7 +43,7 @@ __all__ = ["AdapterFactors", "GradientSum", "LoraSegment", "MultiLora"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFactors:
-    """The factors of one adapter by module name, and the scale of their products."""
+    """The factors of one adapter by module name, of experts for each of them, and the scale of their products."""
 
     factors: Mapping[str, tuple[Tensor, Tensor]]
     scale: float
@@ -75,6 +80,7 @@ class _Batch:
     adapters: list[AdapterFactors]
     slot_of: list[int]
     plan: LoraPlan
+    slots_T: Tensor
     anchor: Tensor
     factors: dict[str, list[_SlotFactors]] = field(default_factory=dict)
 
@@ -88,7 +94,8 @@ class MultiLora:
         grouped: dict[str, list[LoraTarget]] = {}
         for target in self.targets:
             grouped.setdefault(target.param_name, []).append(target)
-        self._projections = [_Projection(decoder, name, targets) for name, targets in grouped.items()]
+        self._projections = [_Projection(decoder, n, own) for n, own in grouped.items() if not own[0].num_experts]
+        self._experts = [_Experts(decoder, name, own) for name, own in grouped.items() if own[0].num_experts]
 
     @contextmanager
     def use(self, segments: Sequence[LoraSegment], *, device: torch.device) -> Iterator[None]:
@@ -96,11 +103,15 @@ class MultiLora:
         batch = _build_batch(segments, device, self._numerics)
         for projection in self._projections:
             projection.module.adapter = _Applied(projection, batch)
+        for experts in self._experts:
+            experts.attach(batch)
         try:
             yield
         finally:
             for projection in self._projections:
                 projection.module.adapter = None
+            for experts in self._experts:
+                experts.detach()
 
 
 class _Projection:
@@ -141,6 +152,61 @@ class _Projection:
         )
 
 
+class _Experts:
+    """A stacked tensor of routed experts and its targets."""
+
+    def __init__(self, decoder: Decoder, name: str, targets: Sequence[LoraTarget]) -> None:
+        path, _, self._attribute = name.rpartition(".")
+        module = decoder.get_submodule(path)
+        assert isinstance(module, MoeMlp), f"{name} is not a tensor of experts"
+        self._module = module
+        self._targets = tuple(targets)
+        self.modules = tuple(target.module for target in targets)
+        self.spans = tuple(target.rows for target in targets)
+        self.num_experts = targets[0].num_experts
+
+    def attach(self, batch: _Batch) -> None:
+        """Apply the adapters of a batch, with gradients or without."""
+
+        def add(y_RN: Tensor, x_RI: Tensor, rows: SortedRows) -> Tensor:
+            return _GroupedExpertLora.apply(y_RN, x_RI, batch.anchor, self, batch, rows)  # pyright: ignore[reportReturnType]
+
+        self._module.adapters[self._attribute] = add
+        self._module.adapts_inference = True
+
+    def detach(self) -> None:
+        self._module.adapters.pop(self._attribute, None)
+        self._module.adapts_inference = False
+
+    def add(self, y_RN: Tensor, x_RI: Tensor, batch: _Batch, rows: SortedRows) -> Tensor:
+        """Return the output with the products of each row's factors."""
+        lora = ExpertLora(first=self._build_factors(batch.adapters, x_RI), down=None, slots_T=batch.slots_T)
+        apply, _ = lora.build_row_adapters(self.num_experts, self._module.numerics)
+        assert apply is not None
+        return apply(y_RN.clone(), x_RI, rows)
+
+    def _build_factors(self, adapters: Sequence[AdapterFactors], like: Tensor) -> ExpertFactors:
+        """Stack the factors of all adapters; a target that an adapter lacks has rank 0."""
+        most, target = max(adapter.rank for adapter in adapters), self._targets[0]
+        sizes = len(adapters), len(self._targets), self.num_experts
+        a_SPERI = like.new_zeros(*sizes, most, target.inputs)
+        b_SPEOR = like.new_zeros(*sizes, target.outputs, most)
+        ranks, scales = np.zeros(sizes[:2], np.int32), np.zeros(sizes[:2], np.float32)
+        for slot, adapter in enumerate(adapters):
+            for number, module in enumerate(self.modules):
+                if (found := adapter.factors.get(module)) is not None:
+                    a_SPERI[slot, number, :, : adapter.rank].copy_(found[0])
+                    b_SPEOR[slot, number, :, :, : adapter.rank].copy_(found[1])
+                    ranks[slot, number], scales[slot, number] = adapter.rank, adapter.scale
+        return ExpertFactors(
+            a_SPXRI=a_SPERI,
+            b_SPXOR=b_SPEOR,
+            first_column=self.spans[0][0],
+            ranks_SP=torch.from_numpy(ranks).to(like.device),
+            scales_SP=torch.from_numpy(scales).to(like.device),
+        )
+
+
 def _build_batch(segments: Sequence[LoraSegment], device: torch.device, numerics: Numerics) -> _Batch:
     adapters: list[AdapterFactors] = []
     slot_of: list[int] = []
@@ -160,7 +226,7 @@ def _build_batch(segments: Sequence[LoraSegment], device: torch.device, numerics
         splits=1,
     )
     anchor = torch.zeros((), device=device, requires_grad=True)
-    return _Batch(segments, adapters, slot_of, plan, anchor)
+    return _Batch(segments, adapters, slot_of, plan, torch.from_numpy(slots_T).to(device, torch.int32), anchor)
 
 
 class _Applied:
@@ -228,3 +294,62 @@ def _add_gradients(
     for number, (module, (start, stop), _, _) in enumerate(own):
         part = slice(number * adapter.rank, (number + 1) * adapter.rank)
         grads[module] = (grad_a_XI[part], (grad_SN[:, start:stop].T @ xa_SX[:, part]).float())
+
+
+class _GroupedExpertLora(torch.autograd.Function):
+    """``_GroupedLora`` for rows sorted by expert."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y_RN: Tensor, x_RI: Tensor, anchor: Tensor, experts: _Experts, batch: _Batch, rows: SortedRows
+    ) -> Tensor:
+        ctx.experts, ctx.batch, ctx.rows = experts, batch, rows
+        ctx.save_for_backward(x_RI)
+        return experts.add(y_RN, x_RI, batch, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x_RI,) = ctx.saved_tensors
+        rows: SortedRows = ctx.rows
+        grad_RI = torch.zeros_like(x_RI) if ctx.needs_input_grad[1] else None
+        token_R = rows.order_R // rows.per_token
+        for segment in ctx.batch.segments:
+            if segment.grads is not None:
+                index_S = ((token_R >= segment.start) & (token_R < segment.stop)).nonzero().flatten()
+                _add_expert_gradients(ctx.experts, segment, segment.grads, x_RI, grad_RN, grad_RI, rows, index_S)
+        return grad_RN, grad_RI, None, None, None, None
+
+
+def _add_expert_gradients(
+    experts: _Experts,
+    segment: LoraSegment,
+    grads: GradientSum,
+    x_RI: Tensor,
+    grad_RN: Tensor,
+    grad_RI: Tensor | None,
+    rows: SortedRows,
+    index_S: Tensor,
+) -> None:
+    """Write the gradients of a segment's factors of all experts, and add that of its input to ``grad_RI``."""
+    adapter = segment.adapter
+    group_S = rows.group_R.index_select(0, index_S)
+    groups_E = torch.arange(experts.num_experts, device=group_S.device, dtype=group_S.dtype)
+    own_rows = SortedRows(
+        order_R=index_S,
+        place_R=index_S,
+        group_R=group_S,
+        ends_E=torch.searchsorted(group_S, groups_E, right=True, out_int32=True),
+        per_token=1,
+    )
+    x_SI, grad_SN = x_RI.index_select(0, index_S), grad_RN.index_select(0, index_S)
+    for module, (start, stop) in zip(experts.modules, experts.spans, strict=True):
+        if (found := adapter.factors.get(module)) is None:
+            continue
+        with torch.enable_grad():
+            x, a, b = (tensor.detach().to(x_SI.dtype).requires_grad_() for tensor in (x_SI, *found))
+            low_SO = grouped_linear(grouped_linear(x, a, own_rows) * adapter.scale, b, own_rows)
+        grad_x, grad_a, grad_b = torch.autograd.grad(low_SO, (x, a, b), grad_SN[:, start:stop].contiguous())
+        if grad_RI is not None:
+            grad_RI.index_add_(0, index_S, grad_x)
+        grads[module] = (grad_a.float(), grad_b.float())

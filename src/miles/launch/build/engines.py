@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import Tensor
 
 from miles.backends.native.config import HEAD_ALGORITHMS
+from miles.backends.native.engine.adapter_versions import AdapterVersionSync
 from miles.backends.native.engine.engine import NativeEngine
 from miles.backends.native.engine.lora import LoraShape
 from miles.backends.native.lora_config import LoraServingConfig
@@ -17,12 +18,14 @@ from miles.backends.native.runner.lora import list_served_modules
 from miles.cluster import platform
 from miles.cluster.executor import Executor, InlineExecutor
 from miles.core.errors import UsageError
+from miles.core.protocols import WeightSync
 from miles.core.types import Version
 from miles.kernels.numerics import Numerics
 from miles.launch.build.draft_model import load_engine_draft, name_head_weights
 from miles.launch.build.models import PolicyCheckpoint, load_model
 from miles.launch.config import Config
 from miles.launch.plan.drafts import choose_speculation, drafts_with_mtp
+from miles.launch.plan.lora import names_versions
 from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
 from miles.models.decoder import Decoder
@@ -53,6 +56,9 @@ def build_native_engine(
 ) -> NativeEngine:
     """An engine without weights for the architecture of ``model``, or of the checkpoint where there is none."""
     spec = policy.spec if model is None else model.spec
+    lora = _build_version_slots(config, policy)
+    if lora is not None:
+        policy = replace(policy, rollout_adapters=None)
     return NativeEngine(
         policy.to_rollout_spec(spec),
         device=policy.platform.device,
@@ -65,7 +71,16 @@ def build_native_engine(
         model=None if model is None else _build_empty_model(policy, model),
         devices=platform.consecutive_devices(policy.platform.device, config.cluster.rollout_num_gpus_per_engine),
         draft=_load_draft(config, policy, spec),
+        lora=lora,
     )
+
+
+def _build_version_slots(config: Config, policy: PolicyCheckpoint) -> LoraShape | None:
+    """Room for the versions of the run's adapters that the engine holds by name, and for one that is still used."""
+    adapters = policy.rollout_adapters
+    if adapters is None or not names_versions(config):
+        return None
+    return LoraShape(num_slots=config.lora.lora_versions + 1, max_rank=adapters.rank, modules=adapters.modules)
 
 
 def _load_draft(config: Config, policy: PolicyCheckpoint, spec: DecoderSpec) -> CausalLM | Draft | None:
@@ -91,6 +106,7 @@ def _build_empty_model(policy: PolicyCheckpoint, model: CausalLM) -> CausalLM | 
 
 
 def build_native_sync(
+    config: Config,
     policy: PolicyCheckpoint,
     engine: NativeEngine | None,
     weights: GetWeights,
@@ -99,12 +115,14 @@ def build_native_sync(
     copies: bool,
     adapters: LoraAdapters | None,
     draft: GetWeights | None = None,
-) -> Publication:
+) -> WeightSync:
     """The weight sync to an engine in this process; weights are shared unless it ``copies`` them.
 
     ``draft`` returns the trained weights of the engine's draft head, which it otherwise keeps as they were loaded.
     """
     published = get_rollout_weights(policy, weights)
+    if policy.rollout_adapters is not None and names_versions(config):
+        return _build_version_sync(config, policy, engine, published, run)
     # Factors of adapters beside the weights are made for each update.
     is_made = published is not weights or policy.rollout_adapters is not None
     if engine is not None and engine.draft_head is not None:
@@ -124,6 +142,25 @@ def build_native_sync(
     )
 
 
+def _build_version_sync(
+    config: Config, policy: PolicyCheckpoint, engine: NativeEngine | None, weights: GetWeights, run: Executor
+) -> AdapterVersionSync:
+    """Each version of the adapters under its own name; the base, with a draft head, is published once."""
+    factors = frozenset(build_factor_map(policy.rollout_spec))
+
+    def get_base() -> Mapping[str, Tensor]:
+        return {name: tensor for name, tensor in weights().items() if name not in factors}
+
+    head = None if engine is None else engine.draft_head
+    base = Publication(
+        weights=get_base if head is None else _add_head_weights(get_base, head, None),
+        engines=[] if engine is None else [engine],
+        transport="shared",
+        run=run,
+    )
+    return AdapterVersionSync(base, engine, weights, policy.rollout_spec, run, keep=config.lora.lora_versions)
+
+
 def get_server_weights(
     config: Config, policy: PolicyCheckpoint, weights: GetWeights, draft: GetWeights | None
 ) -> GetWeights:
@@ -132,7 +169,8 @@ def get_server_weights(
     ``draft`` returns the trained weights of the head; without it, it is sent as it was loaded.
     """
     published = get_rollout_weights(policy, weights)
-    if config.sglang.rollout_backend == "sglang" and policy.rollout_adapters is not None:
+    named = config.sglang.rollout_backend == "sglang" or names_versions(config)
+    if named and policy.rollout_adapters is not None:
         return _select_factors(policy, published)
     if config.sglang.rollout_backend == "sglang":
         return _add_mtp_weights(config, policy, published, draft) if draft is not None else published
@@ -144,7 +182,7 @@ def get_server_weights(
 
 
 def _select_factors(policy: PolicyCheckpoint, weights: GetWeights) -> GetWeights:
-    """The LoRA factors alone: stock SGLang has the base from the checkpoint that it loads."""
+    """The LoRA factors alone: servers have the base from the checkpoint that they load."""
     factors = frozenset(build_factor_map(policy.rollout_spec))
     return lambda: {name: tensor for name, tensor in weights().items() if name in factors}
 

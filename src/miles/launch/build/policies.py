@@ -299,7 +299,7 @@ def _build_sync(
         return build_remote_sync(owner.config, owner.plan, owner.checkpoint, remote, published, executor, adapters)
     copies = owner.plan.transport == "copy" and built is not None
     return build_native_sync(
-        owner.checkpoint, native, weights, executor, copies=copies, adapters=adapters(), draft=draft
+        owner.config, owner.checkpoint, native, weights, executor, copies=copies, adapters=adapters(), draft=draft
     )
 
 

@@ -38,13 +38,13 @@ from miles.launch.build.server_checkpoint import needs_triton_fp8, prepare_serve
 from miles.launch.config import Config, ServeRoot
 from miles.launch.distributed.ray_placement import get_reservation
 from miles.launch.plan.drafts import choose_speculation
-from miles.launch.plan.lora import build_lora
+from miles.launch.plan.lora import build_lora, names_versions
 from miles.launch.plan.plan import Plan
 from miles.launch.plan.topology import count_engines, get_engine_devices
 from miles.launch.runtime.run_directory import append_log_line
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.lora.adapters import LoraAdapters
-from miles.models.lora.targets import LoraSpec
+from miles.models.lora.targets import EXPERTS, LoraSpec
 from miles.models.spec import DecoderSpec
 
 API_KEY = "MILES_API_KEY"
@@ -113,6 +113,7 @@ def build_remote_sync(
         seconds=s.update_weight_timeout,
         layout="checkpoint" if s.rollout_backend == "sglang" and policy.rollout_adapters is None else "packed",
         self_test=s.check_weight_update_equal,
+        num_versions=config.lora.lora_versions if names_versions(config) else 0,
     )
 
 
@@ -309,10 +310,13 @@ def _build_serve_flags(config: Config, policy: PolicyCheckpoint) -> list[str]:
     """The model and engine options that are not at their defaults, as flags of ``miles serve``.
 
     What engines draft with is chosen for the run, not by each server. The server has adapters if the engine applies
-    them beside its weights.
+    them beside its weights: its own one, or those that it is sent by name.
     """
     words = ["--speculative-algorithm", choose_speculation(config).algorithm]
-    sections = _SERVE_SECTIONS if policy.rollout_adapters is None else (*_SERVE_SECTIONS, "lora")
+    named = policy.rollout_adapters is not None and names_versions(config)
+    sections = _SERVE_SECTIONS if policy.rollout_adapters is None or named else (*_SERVE_SECTIONS, "lora")
+    if named:
+        words += _build_version_flags(config, policy)
     for option in get_options(ServeRoot).values():
         if option.section not in sections or option.name in _NOT_PASSED_ON:
             continue
@@ -329,6 +333,16 @@ def _build_serve_flags(config: Config, policy: PolicyCheckpoint) -> list[str]:
     if config.native.speculative_algorithm == "eagle3" and config.native.speculative_draft_model_path is None and head:
         words += ["--speculative-draft-model-path", str(Path(head).resolve())]  # a trained one may differ in its sizes
     return words
+
+
+def _build_version_flags(config: Config, policy: PolicyCheckpoint) -> list[str]:
+    """The flags of a server of ours that is sent each version of the run's adapters under its own name."""
+    lora = build_lora(config.lora, policy.spec)
+    assert lora is not None
+    modules = dict.fromkeys(EXPERTS if target.num_experts else target.short_name for target in lora.targets)
+    slots = config.lora.lora_versions + 1
+    words = ["--enable-lora", "--max-lora-rank", str(lora.rank), "--max-loras-per-batch", str(slots)]
+    return [*words, "--lora-target-modules", *modules]
 
 
 def _set_visible_gpus(config: Config, index: int) -> dict[str, str]:

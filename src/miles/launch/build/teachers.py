@@ -5,15 +5,21 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from miles.algo.distillation_loss import resolve_teacher
-from miles.backends.native.engine.engine import NativeEngine, TopLogprobsEngine
+from miles.backends.native.engine.engine import NativeEngine
+from miles.backends.native.engine.request import GenerateRequest
 from miles.core.errors import UsageError
-from miles.core.protocols import Engine, Generate
-from miles.core.types import Prompt, Tokens
+from miles.core.media import Images
+from miles.core.protocols import Completion, Engine, Generate, SamplingParams
+from miles.core.token_fields import TOP_TOKENS
+from miles.core.types import Prompt, Span, Tokens
 from miles.launch.config import Config
 from miles.launch.plan.plan import Plan
 from miles.models.spec import DecoderSpec
@@ -135,3 +141,30 @@ def _sample_vocabulary(tokenizer: HfTokenizer) -> str:
     count = len(tokenizer)
     token_ids = sorted({*range(0, count, max(1, count // _PROBE_TOKENS)), *range(max(0, count - _PROBE_TOKENS), count)})
     return "\n".join(text for text in (tokenizer.decode([token]) for token in token_ids) if "\ufffd" not in text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopLogprobsEngine:
+    """A core.protocols.Engine whose spans carry the ``k`` most likely tokens at each position as an extra.
+
+    A vocabulary of fewer tokens gives all it has; the rest are -1.
+    """
+
+    engine: NativeEngine
+    k: int
+
+    async def generate(self, tokens: Tokens, sampling: SamplingParams, images: Images = ()) -> Completion:
+        request = GenerateRequest(tokens=tokens, sampling=sampling, top_logprobs_num=self.k, images=images)
+        output = self.engine.submit(request)
+        completion = await output.completion()
+        top_logprobs = output.top_logprobs
+        top_nk = np.full((len(top_logprobs), self.k), -1, np.int32)
+        for row, candidates in zip(top_nk, top_logprobs, strict=True):
+            row[: len(candidates)] = [token for token, _ in candidates[: self.k]]
+        assert len(top_nk) == sum(map(len, completion.spans)), "every sampled token has its top log-probs"
+        spans: list[Span] = []
+        start = 0
+        for span in completion.spans:
+            spans.append(replace(span, extras={**span.extras, TOP_TOKENS: top_nk[start : start + len(span)]}))
+            start += len(span)
+        return replace(completion, spans=tuple(spans))

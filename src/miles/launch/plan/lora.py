@@ -54,6 +54,11 @@ def is_unmerged(config: Config) -> bool:
     return config.lora.is_enabled and (packs_base(config) or not config.lora.lora_merge)
 
 
+def names_versions(config: Config) -> bool:
+    """Whether engines of ours hold unmerged adapters as named versions; stock SGLang always does."""
+    return is_unmerged(config) and config.lora.lora_versions > 0 and config.sglang.rollout_backend != "sglang"
+
+
 def shares_reference(config: Config) -> bool:
     """Whether the reference of the policy is the base under its LoRA adapters, and needs no copy of the model."""
     return config.lora.is_enabled and config.train.ref_load in (None, config.models.hf_checkpoint)

@@ -15,7 +15,14 @@ from miles.launch.plan.layout_memory import (
     get_recompute_mode,
     packs_reference,
 )
-from miles.launch.plan.lora import build_lora, is_unmerged, packs_base, shares_critic, shares_reference
+from miles.launch.plan.lora import (
+    build_lora,
+    is_unmerged,
+    names_versions,
+    packs_base,
+    shares_critic,
+    shares_reference,
+)
 from miles.launch.plan.plan import Plan
 from miles.launch.rules.paths import read_spec_or_none
 from miles.models.accounting.draft import draft_activation_bytes, draft_optimizer_bytes, draft_weight_bytes
@@ -225,7 +232,12 @@ def _estimate_critic(config: Config, plan: Plan, policy: DecoderSpec) -> tuple[M
 def _count_factors(config: Config, spec: DecoderSpec) -> int:
     """Number of values of the adapters that an engine applies beside its weights."""
     lora = build_lora(config.lora, spec)
-    return 0 if lora is None else lora.num_parameters
+    if lora is None:
+        return 0
+    # Slots of named versions have room for one more, and factors that experts share are there for each expert.
+    if names_versions(config):
+        return replace(lora, shared_outer=False).num_parameters * (config.lora.lora_versions + 1)
+    return lora.num_parameters
 
 
 def _count_shards(plan: Plan) -> int:

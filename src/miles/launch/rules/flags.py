@@ -246,6 +246,7 @@ _CLUSTER_RULES = (
             "--use-rslora",
             "--use-dora",
             "--lora-dropout",
+            "--lora-versions",
         ),
         "--lora-rank",
         lambda c: c.lora.is_enabled,

@@ -149,10 +149,34 @@ def check_lora_setup(c: Config) -> Iterator[str]:
         if not c.lora.lora_merge:
             yield "--no-lora-merge needs --lora-rank; add that, or remove --no-lora-merge."
         return
+    yield from _check_versions(c)
     if c.parallel.fsdp_cpu_offload:
         yield "--lora-rank does not work with --fsdp-cpu-offload; remove one of them."
     if c.observe.debug_rollout_only:
         yield "--debug-rollout-only trains nothing, so --lora-rank and --lora-adapter-path have no effect; remove them."
+
+
+def _check_versions(c: Config) -> Iterator[str]:
+    flag = f"--lora-versions {c.lora.lora_versions}"
+    if not c.lora.lora_versions:
+        return
+    if c.lora.lora_versions == 1:
+        yield f"{flag} leaves no version for requests in flight while a new one is published; use 2 or more, or 0."
+    if not is_unmerged(c):
+        yield f"{flag} needs adapters that are applied beside the weights; add --no-lora-merge, or remove it."
+    if c.sglang.rollout_backend == "sglang":
+        yield f"{flag} is for engines of ours; SGLang holds each version by name anyway, so remove it."
+    if c.models.model_impl == "transformers":
+        yield f"{flag} needs the native model; remove it, or --model-impl transformers."
+    if c.train.draft_train != "none":
+        yield f"{flag} publishes adapters alone, but --draft-train changes weights too; remove one of them."
+    if c.sglang.update_weight_transport not in ("auto", "tensor"):
+        yield (
+            f"{flag} sends adapters in requests, which --update-weight-transport "
+            f"{c.sglang.update_weight_transport} does not; remove it."
+        )
+    if c.sglang.check_weight_update_equal:
+        yield f"--check-weight-update-equal would overwrite the base, of which {flag} sends adapters only; remove it."
 
 
 def check_lora_fits_model(c: Config) -> Iterator[str]:
@@ -198,7 +222,7 @@ def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
         return
     has_experts = any(target.num_experts for target in lora.targets)
     if lora.use_dora:
-        yield from _check_dora(c, has_experts=has_experts)
+        yield from _check_dora(c)
     if lora.dropout and is_unmerged(c):
         yield "--lora-dropout does not work with --train-precision or --no-lora-merge; remove one of them."
     if is_unmerged(c) and c.algo.loss_type == "rm_loss":
@@ -222,9 +246,7 @@ def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
         )
 
 
-def _check_dora(c: Config, *, has_experts: bool) -> Iterator[str]:
-    if has_experts:
-        yield "DoRA does not support adapters of routed experts; add --exclude-modules experts, or remove --use-dora."
+def _check_dora(c: Config) -> Iterator[str]:
     if is_unmerged(c) or c.lora.lora_dropout:
         yield "DoRA does not work with --train-precision, --no-lora-merge or --lora-dropout; remove one of them."
 

@@ -55,7 +55,7 @@ def lora_b_name(target: LoraTarget) -> str:
 
 
 def magnitude_name(target: LoraTarget) -> str:
-    """Return the parameter name of a target's magnitudes (DoRA), in the file too."""
+    """Return the parameter name of a target's magnitudes (DoRA)."""
     return f"{target.module}.{_MAGNITUDE}"
 
 
@@ -80,6 +80,22 @@ def list_factor_files(lora: LoraSpec, target: LoraTarget) -> tuple[tuple[HfSlice
             )
         )
     return files[0], files[1]
+
+
+def list_magnitude_files(lora: LoraSpec, target: LoraTarget) -> tuple[HfSlice, ...]:
+    """Return the tensors in the file that a target's magnitudes (DoRA) are written as.
+
+    Experts that a checkpoint has one by one have one each, as PEFT's modules do. For experts that are one tensor PEFT
+    has no DoRA; theirs are one tensor here, [experts, outputs].
+    """
+    shape = target.magnitude_shape
+    if target.is_stacked:
+        return (HfSlice(f"{_stacked_prefix(lora, target)}.{_MAGNITUDE}", shape, 0, shape[0]),)
+    experts = range(target.num_experts) if target.num_experts else (None,)
+    return tuple(
+        HfSlice(f"{module}.{_MAGNITUDE}", shape[-1:], 0, shape[-1], expert)
+        for module, expert in zip(target.modules, experts, strict=True)
+    )
 
 
 def _stacked_prefix(lora: LoraSpec, target: LoraTarget) -> str:
@@ -151,7 +167,7 @@ def find_adapter(folder: Path, spec: DecoderSpec, *, shared_outer: bool = False)
     for target in targets:
         shapes = {piece.hf_name: piece.shape for pieces in list_factor_files(lora, target) for piece in pieces}
         if lora.use_dora:
-            shapes[magnitude_name(target)] = (target.outputs,)
+            shapes |= {piece.hf_name: piece.shape for piece in list_magnitude_files(lora, target)}
         for name, shape in shapes.items():
             found = known.get(name)
             if found is None or found.shape != shape:

@@ -117,6 +117,8 @@ class MoeMlp(nn.Module):
         self.read_factors: dict[str, ReadFactors] = {}
         # Adapters that the requests of an engine's step have chosen.
         self.served_lora: ExpertLora | None = None
+        self.adapts_inference = False
+        """Whether ``adapters`` change outputs, so that forwards without gradients need them too."""
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         layer_factory: dict[str, Any] = {**factory, "numerics": numerics}
         inner, count = spec.latent or width, spec.num_experts
@@ -299,7 +301,7 @@ class MoeMlp(nn.Module):
         """Return what adds adapters to the output of a stacked tensor, or their gradients."""
         lora = self.lora.get(name)
         if lora is None:
-            return self.adapters.get(name) if torch.is_grad_enabled() else None
+            return self.adapters.get(name) if torch.is_grad_enabled() or self.adapts_inference else None
         read, numerics = self.read_factors.get(name), self.numerics
 
         def add(y_RN: Tensor, x_RI: Tensor, rows: SortedRows) -> Tensor:

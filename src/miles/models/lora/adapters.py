@@ -44,6 +44,7 @@ from miles.models.checkpoint.param_slices import HfSlice
 from miles.models.checkpoint.peft import (
     WEIGHTS,
     list_factor_files,
+    list_magnitude_files,
     lora_a_name,
     lora_b_name,
     magnitude_name,
@@ -52,6 +53,7 @@ from miles.models.checkpoint.peft import (
 from miles.models.hf_adapter.decoder import find_linear, set_adapter
 from miles.models.layers.linear import Linear
 from miles.models.layers.moe import MoeMlp
+from miles.models.lora.dora import DoraAdapter, ExpertDoraAdapter, compute_dora_scale
 from miles.models.lora.layout import LORA_A, LORA_B, build_layout, factor_name
 from miles.models.lora.targets import LoraSpec, LoraTarget
 
@@ -90,12 +92,7 @@ def merge(
         ones_1I = torch.ones_like(sum_OI[:1])
         if not knows_norms:
             norm_O[rows] = linear_forward(sum_OI.square(), ones_1I, None, torch.float32).squeeze(1).sqrt()
-        out_OI[rows].copy_((sum_OI * _dora_scale(magnitude_O[rows], norm_O[rows]).unsqueeze(1)).to(base.dtype))
-
-
-def _dora_scale(magnitude_O: Tensor, norm_O: Tensor) -> Tensor:
-    """Return what DoRA scales each row by; rows of padding stay zero."""
-    return torch.where(norm_O == 0, torch.zeros_like(norm_O), magnitude_O / norm_O)
+        out_OI[rows].copy_((sum_OI * compute_dora_scale(magnitude_O[rows], norm_O[rows]).unsqueeze(1)).to(base.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,44 +198,6 @@ class _LoraGradient(torch.autograd.Function):
         return (grad_TN, None, None, None, *grads)
 
 
-class _DoraGradient(torch.autograd.Function):
-    """The same for DoRA: the gradient also goes to the magnitudes. ``bias_N`` is part of ``y``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        y_TN: Tensor,
-        x_TI: Tensor,
-        bias_N: Tensor | None,
-        scale: float,
-        rows: tuple[tuple[int, int], ...],
-        norms: tuple[Tensor, ...],
-        *factors: Tensor,
-    ) -> Tensor:
-        ctx.scale, ctx.rows = scale, rows
-        ctx.norms, ctx.bias_N = norms, bias_N
-        ctx.save_for_backward(y_TN, x_TI, *factors)
-        return y_TN.view_as(y_TN)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        y, x, *factors = ctx.saved_tensors
-        y_TN = y if ctx.bias_N is None else y - ctx.bias_N
-        y_TN, x_TI, rows_TN = (t.reshape(-1, t.shape[-1]) for t in (y_TN, x, grad_TN))
-        grads: list[Tensor] = []
-        triples = zip(ctx.rows, ctx.norms, factors[::3], factors[1::3], factors[2::3], strict=True)
-        for (start, stop), norm_O, a_rI, b_Or, magnitude_O in triples:
-            dy_TO = rows_TN[:, start:stop]
-            products_O = (dy_TO * y_TN[:, start:stop]).sum(0, dtype=torch.float32)
-            dv_TO = dy_TO * _dora_scale(magnitude_O, norm_O).to(dy_TO.dtype)
-            xa_Tr = x_TI @ a_rI.to(x_TI.dtype).T
-            grads.append(((dv_TO @ b_Or.to(dv_TO.dtype)).T @ x_TI).to(a_rI.dtype).mul_(ctx.scale))
-            grads.append((dv_TO.T @ xa_Tr).to(b_Or.dtype).mul_(ctx.scale))
-            grads.append((products_O / magnitude_O).to(magnitude_O.dtype))
-        return (grad_TN, None, None, None, None, None, *grads)
-
-
 class _ExpertLoraGradient(torch.autograd.Function):
     """Identity of a grouped GEMM's output; its gradient also goes to the factors of every expert."""
 
@@ -304,37 +263,6 @@ class LoraAdapter:
             y_TN = y_TN + nn.functional.pad(change_TO, (start, y_TN.shape[-1] - stop))
             y_TN = _LoraGradient.apply(y_TN, dropped_TI, self._scale, (target.rows,), *target.factors())  # pyright: ignore[reportAssignmentType]
         return y_TN
-
-
-class DoraAdapter:
-    """The factors and magnitudes of the targets inside one decoder matrix, applied to that matrix's output."""
-
-    def __init__(
-        self,
-        targets: Sequence[TargetPart],
-        magnitudes: Sequence[Tensor],
-        norms: Sequence[Tensor],
-        scale: float,
-        module: nn.Linear,
-    ) -> None:
-        self._targets, self._rows = tuple(targets), tuple(target.rows for target in targets)
-        self._magnitudes, self._norms = tuple(magnitudes), tuple(norms)
-        self._scale, self._module = scale, module
-
-    def __call__(self, y_TN: Tensor, x_TI: Tensor) -> Tensor:
-        """Return ``y``, through which gradients also reach the factors and magnitudes."""
-        if not torch.is_grad_enabled():
-            return y_TN
-        bias_N = None if self._module.bias is None else self._module.bias.detach()
-        norms: list[Tensor] = []
-        factors: list[Tensor] = []
-        for target, magnitude_O, norm_O in zip(self._targets, self._magnitudes, self._norms, strict=True):
-            if target.own_rows is not None:  # of a row of padding any will do: its output is zero
-                own = target.own_rows.to(norm_O.device).clamp(min=0)
-                magnitude_O, norm_O = magnitude_O.index_select(0, own), norm_O.index_select(0, own)
-            norms.append(norm_O)
-            factors += [*target.factors(), magnitude_O]
-        return _DoraGradient.apply(y_TN, x_TI, bias_N, self._scale, self._rows, tuple(norms), *factors)  # pyright: ignore[reportReturnType]
 
 
 class Dropout:
@@ -408,7 +336,8 @@ def read_adapter(folder: Path, lora: LoraSpec, *, skip: Sequence[str] = ()) -> d
                 decode_factor(tensors, is_a=name == lora_a_name(target), target=target), shape, target
             )
         if lora.use_dora:
-            factors[magnitude_name(target)] = stored.pop(magnitude_name(target))
+            magnitudes = [stored.pop(piece.hf_name) for piece in list_magnitude_files(lora, target)]
+            factors[magnitude_name(target)] = magnitudes[0] if len(magnitudes) == 1 else torch.stack(magnitudes)
     if stored.keys() - set(skip):
         raise KeyError(min(stored.keys() - set(skip)))
     return factors
@@ -465,8 +394,9 @@ class LoraAdapters:
             self.parameters[lora_a_name(target)] = nn.Parameter(a_rI.to(device))
             self.parameters[lora_b_name(target)] = nn.Parameter(torch.zeros(shape_b, device=device))
             if lora.use_dora:  # to be set to the lengths of the base's rows
-                self.parameters[magnitude_name(target)] = nn.Parameter(torch.ones(target.outputs, device=device))
-                self._norms[target.module] = torch.zeros(target.outputs, device=device)
+                shape = target.magnitude_shape
+                self.parameters[magnitude_name(target)] = nn.Parameter(torch.ones(shape, device=device))
+                self._norms[target.module] = torch.zeros(shape, device=device)
         self.targets_by_param: dict[str, list[LoraTarget]] = {}
         for target in lora.targets:
             self.targets_by_param.setdefault(target.param_name, []).append(target)
@@ -515,7 +445,7 @@ class LoraAdapters:
                 path, _, attribute = name.rpartition(".")
                 moe = model.get_submodule(path)
                 assert isinstance(moe, MoeMlp), f"{name} is not a tensor of experts"
-                moe.adapters[attribute] = ExpertLoraAdapter(parts, self.lora.scale, self.dropout)
+                moe.adapters[attribute] = self._build_expert_adapter(moe, attribute, parts)
             else:
                 module = model.get_submodule(name.removesuffix(".weight"))
                 assert isinstance(module, Linear), f"{name} is not a projection"
@@ -534,6 +464,19 @@ class LoraAdapters:
             return self._build_dora(module, targets, part)
         return LoraAdapter(self._list_parts(targets, part), self.lora.scale, self.dropout)
 
+    def _build_expert_adapter(
+        self, moe: MoeMlp, attribute: str, parts: Sequence[TargetPart]
+    ) -> ExpertLoraAdapter | ExpertDoraAdapter:
+        if not self.lora.use_dora:
+            return ExpertLoraAdapter(parts, self.lora.scale, self.dropout)
+        magnitudes = [self.parameters[magnitude_name(each.target)] for each in parts]
+        norms = [self._norms[each.target.module] for each in parts]
+
+        def read_bias() -> Tensor | None:
+            return moe.down_bias if attribute == "down" else moe.gate_up_bias
+
+        return ExpertDoraAdapter(parts, magnitudes, norms, self.lora.scale, read_bias)
+
     def _build_dora(self, module: nn.Linear, targets: Sequence[LoraTarget], part: ParamPart) -> DoraAdapter:
         parts = self._list_parts(targets, part)
         magnitudes = [self.parameters[magnitude_name(each.target)] for each in parts]
@@ -551,8 +494,9 @@ class LoraAdapters:
         """Share the lengths of rows (DoRA), by a ``maximum`` over ranks: each has those of the rows that it merged."""
         if self._norms:
             norms = list(self._norms.values())
-            for norm_O, found_O in zip(norms, maximum(torch.cat(norms)).split([len(n) for n in norms]), strict=True):
-                norm_O.copy_(found_O)
+            found = maximum(torch.cat([norm.flatten() for norm in norms])).split([norm.numel() for norm in norms])
+            for norm, values in zip(norms, found, strict=True):
+                norm.copy_(values.view_as(norm))
 
     @torch.no_grad()
     def reset_magnitudes(self) -> None:
@@ -600,35 +544,42 @@ class LoraAdapters:
                 out[index] = merged
                 continue
             rows = slice(*target.rows)
-            if self.lora.use_dora:
-                self._merge_dora(target, out[rows], base[rows])
-                continue
             if target.experts is None:
-                merge(out[rows], base[rows], b, a, self.lora.scale)
+                self._merge_rows(target, out[rows], base[rows], a, b)
                 continue
-            for out_NI, base_NI, a_rI, b_Or in zip(out, base, a, b, strict=True):
-                merge(out_NI[rows], base_NI[rows], b_Or, a_rI, self.lora.scale)
+            experts = range(*target.experts)
+            for expert, out_NI, base_NI, a_rI, b_Or in zip(experts, out, base, a, b, strict=True):
+                self._merge_rows(target, out_NI[rows], base_NI[rows], a_rI, b_Or, expert)
 
-    def _merge_dora(self, part: TargetPart, out_OI: Tensor, base_OI: Tensor) -> None:
-        module = part.target.module
-        index = slice(None) if part.own_rows is None else part.own_rows.to(out_OI.device)
-        magnitude_O = self.parameters[magnitude_name(part.target)].detach()[index]
-        a_rI, b_Or = part.factors()
-        if part.columns is not None:
-            norm_O = self._norms[module][index]
-            merge(out_OI, base_OI, b_Or, a_rI, self.lora.scale, magnitude_O, norm_O, knows_norms=True)
+    def _merge_rows(
+        self, part: TargetPart, out_OI: Tensor, base_OI: Tensor, a_rI: Tensor, b_Or: Tensor, expert: int | None = None
+    ) -> None:
+        """Merge the factors of one matrix, of an expert by its number; DoRA also computes the lengths of its rows."""
+        if not self.lora.use_dora:
+            merge(out_OI, base_OI, b_Or, a_rI, self.lora.scale)
             return
-        norm_O = torch.empty_like(magnitude_O)
-        merge(out_OI, base_OI, b_Or, a_rI, self.lora.scale, magnitude_O, norm_O)
-        self._norms[module][index] = norm_O
+        magnitudes, norms = self.parameters[magnitude_name(part.target)].detach(), self._norms[part.target.module]
+        if expert is not None:
+            magnitudes, norms = magnitudes[expert], norms[expert]
+        index = slice(None) if part.own_rows is None else part.own_rows.to(out_OI.device)
+        magnitude_O, norm_O = magnitudes[index], norms[index]
+        knows_norms = part.columns is not None
+        norm_O = norm_O if knows_norms else torch.empty_like(magnitude_O)
+        merge(out_OI, base_OI, b_Or, a_rI, self.lora.scale, magnitude_O, norm_O, knows_norms=knows_norms)
+        if not knows_norms:
+            norms[index] = norm_O
 
     @torch.no_grad()
     def compute_norms(self, name: str, base: Tensor) -> None:
         """Compute the lengths of the rows (DoRA) of a whole weight; before a part of its columns is merged."""
-        for target in self.targets_by_param[name]:
-            a_rI, b_Or = self.factors(target)
-            base_OI, norm_O = base[slice(*target.rows)], self._norms[target.module]
-            merge(torch.empty_like(base_OI), base_OI, b_Or, a_rI, self.lora.scale, torch.ones_like(norm_O), norm_O)
+        for part in self._list_parts(self.targets_by_param[name], WHOLE):
+            (a, b), rows, norms = part.factors(), slice(*part.target.rows), self._norms[part.target.module]
+            matrices = [(base[rows], a, b, norms)]
+            if part.experts is not None:
+                matrices = [(base_NI[rows], *each) for base_NI, *each in zip(base, a, b, norms, strict=True)]
+            for base_OI, a_rI, b_Or, norm_O in matrices:
+                ones_O = torch.ones_like(norm_O)
+                merge(torch.empty_like(base_OI), base_OI, b_Or, a_rI, self.lora.scale, ones_O, norm_O)
 
     def export(self) -> dict[str, Tensor]:
         """Return the tensors of a PEFT file by their parameter names, on the host."""
@@ -642,7 +593,8 @@ class LoraAdapters:
                     piece.hf_name: piece.view(factor).clone(memory_format=torch.contiguous_format) for piece in pieces
                 }
             if self.lora.use_dora:
-                tensors[magnitude_name(target)] = self.parameters[magnitude_name(target)].detach().cpu().clone()
+                magnitudes = self.parameters[magnitude_name(target)].detach().cpu()
+                tensors |= {p.hf_name: p.view(magnitudes).clone() for p in list_magnitude_files(self.lora, target)}
         return tensors
 
     def to(self, device: torch.device) -> None:

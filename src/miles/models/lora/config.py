@@ -43,6 +43,14 @@ class LoraConfig:
         "Merge LoRA adapters into the weights that trainer and engine compute with; --no-lora-merge applies them "
         "beside the weights, which are in memory once then, as with --train-precision.",
     )
+    lora_versions: int = option(
+        0,
+        "Versions of unmerged adapters that an engine of ours holds by name, 2 or more: requests may name one, and "
+        "those in flight end with theirs; 0 holds one, which updates replace.",
+        unit="N",
+        ge=0,
+        le=64,
+    )
     experts_shared_outer_loras: bool = option(
         False,
         "Let all experts of a layer share the LoRA factors at its input (A of gate and up) and output (B of down).",

@@ -28,6 +28,7 @@ __all__ = [
     "adapter_spec",
     "build_factor_map",
     "build_layout",
+    "build_lora_spec",
     "factor_name",
     "group_targets",
     "plan_adapters",
@@ -87,7 +88,7 @@ def build_layout(lora: LoraSpec, targets: Sequence[LoraTarget]) -> LoraLayout:
 @lru_cache(maxsize=8)
 def plan_adapters(spec: DecoderSpec) -> Mapping[str, LoraLayout]:
     """Return the layout of every weight with adapters, by its parameter name; empty if the decoder has none."""
-    lora = _build_lora(spec)
+    lora = build_lora_spec(spec)
     if lora is None:
         return {}
     return {name: build_layout(lora, targets) for name, targets in group_targets(lora.targets).items()}
@@ -95,7 +96,7 @@ def plan_adapters(spec: DecoderSpec) -> Mapping[str, LoraLayout]:
 
 def build_factor_map(spec: DecoderSpec) -> ParamMap:
     """Map every factor of a decoder to the tensors it consists of on the wire."""
-    lora = _build_lora(spec)
+    lora = build_lora_spec(spec)
     if lora is None:
         return {}
     factors: dict[str, tuple[HfSlice, ...]] = {}
@@ -118,7 +119,7 @@ def group_targets(targets: Iterable[LoraTarget]) -> dict[str, list[LoraTarget]]:
     return grouped
 
 
-def _build_lora(spec: DecoderSpec) -> LoraSpec | None:
+def build_lora_spec(spec: DecoderSpec) -> LoraSpec | None:
     """Return the adapters that a decoder holds, as the targets of its own spec, which may be that of one rank."""
     adapters = spec.adapters
     if adapters is None:

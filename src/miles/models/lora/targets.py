@@ -103,6 +103,11 @@ class LoraTarget:
         return len(self.experts) or (self.piece.shape[0] if len(self.piece.shape) == 3 else 0)
 
     @property
+    def magnitude_shape(self) -> tuple[int, ...]:
+        """Shape of its magnitudes (DoRA): one for every output, of every expert."""
+        return (self.num_experts, self.outputs) if self.num_experts else (self.outputs,)
+
+    @property
     def is_stacked(self) -> bool:
         """Whether the checkpoint has all experts in one tensor."""
         return len(self.piece.shape) == 3
@@ -178,7 +183,7 @@ class LoraSpec:
     def list_shapes(self) -> list[tuple[int, ...]]:
         """List the shapes of all trained tensors."""
         shapes = [shape for target in self.targets for shape in self.factor_shapes(target)]
-        return shapes + ([(target.outputs,) for target in self.targets] if self.use_dora else [])
+        return shapes + ([target.magnitude_shape for target in self.targets] if self.use_dora else [])
 
     @property
     def num_base_parameters(self) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import hashlib
 
 import pytest
 import safetensors.torch
@@ -209,3 +210,23 @@ def test_the_command_loads_what_it_names(folder, spec, tmp_path):
     assert (shape.num_slots, shape.max_rank) == (3, 4)
     with pytest.raises(UsageError, match="--max-loaded-loras 2 is less than --max-loras-per-batch 3"):
         read_serve_config([*flags, "--max-loaded-loras", "2"])
+
+
+@pytest.mark.endpoint("/load_lora_adapter_from_tensors")
+def test_an_adapter_whose_checksum_differs_is_rejected(folder, spec, shape):
+    _, tensors = random_adapter(spec, 1, **STRONG)
+    sums = {name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
+    damaged = sums | {min(sums): "0" * 64}
+    fewer = {name: value for name, value in sums.items() if name != min(sums)}
+
+    async def story(live):
+        for expected, words in ((damaged, "arrived damaged"), (fewer, "without a checksum")):
+            body = as_tensors(spec, "actor-1", 1, expected_checksums=expected)
+            status, reply = await live.post("/load_lora_adapter_from_tensors", body)
+            assert status == 400 and words in reply["error_message"] and min(sums) in reply["error_message"]
+            assert not reply["loaded_adapters"]
+        body = as_tensors(spec, "actor-1", 1, expected_checksums=sums)
+        status, reply = await live.post("/load_lora_adapter_from_tensors", body)
+        assert status == 200 and set(reply["loaded_adapters"]) == {"actor-1"}
+
+    served(story, folder, lora=shape)

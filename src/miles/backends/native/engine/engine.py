@@ -15,11 +15,10 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,8 +44,7 @@ from miles.cluster.platform import detect_platform
 from miles.core.errors import EngineError, UsageError
 from miles.core.media import Images
 from miles.core.protocols import Completion, OnTokens, SamplingParams
-from miles.core.token_fields import TOP_TOKENS
-from miles.core.types import Span, Tokens, Version
+from miles.core.types import Tokens, Version
 from miles.kernels.numerics import FAST, Numerics
 from miles.models.base import CausalLM
 from miles.models.draft.base import Draft
@@ -325,7 +323,8 @@ class NativeEngine:
         self._runner.check()
         if self.version is None:
             raise EngineError(f"{self.name} has no weights yet; publish a version to it first")
-        lora = None if request.lora is None else self._resolve_lora(request.lora)
+        current = None if self.lora is None else self.lora.current
+        lora = current if request.lora is None else self._resolve_lora(request.lora)
         req = self._validator.create_req(request, self._clock(), lora)
         req.accepted_drafts = None if self._speculation is None else []
         output = RequestOutput(
@@ -559,6 +558,19 @@ class NativeEngine:
             registry.discard(uid)
             raise
 
+    def publish_lora(self, version: Version, factors: LoraFactors, *, keep: int) -> ServedAdapter:
+        """Add the adapter of a policy's ``version``, which requests that name none use from now on.
+
+        Requests in flight end with the one that they began with, and the prefix cache is kept. The last ``keep``
+        versions stay, so that requests can name them.
+        """
+        registry = self._require_lora()
+        uid = registry.prepare(factors)
+        with self._lock:
+            adapter = registry.publish(version, uid, factors.rank, keep=keep)
+            self.version = version
+            return adapter
+
     def unload_lora(self, name: str) -> ServedAdapter:
         """Remove an adapter; requests that use it end with it."""
         with self._lock:
@@ -670,30 +682,3 @@ class NativeEngine:
         for output in outputs.values():
             output.set_result(error)
         self._waiting_outputs.clear()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TopLogprobsEngine:
-    """A core.protocols.Engine whose spans carry the ``k`` most likely tokens at each position as an extra.
-
-    A vocabulary of fewer tokens gives all it has; the rest are -1.
-    """
-
-    engine: NativeEngine
-    k: int
-
-    async def generate(self, tokens: Tokens, sampling: SamplingParams, images: Images = ()) -> Completion:
-        request = GenerateRequest(tokens=tokens, sampling=sampling, top_logprobs_num=self.k, images=images)
-        output = self.engine.submit(request)
-        completion = await output.completion()
-        top_logprobs = output.top_logprobs
-        top_nk = np.full((len(top_logprobs), self.k), -1, np.int32)
-        for row, candidates in zip(top_nk, top_logprobs, strict=True):
-            row[: len(candidates)] = [token for token, _ in candidates[: self.k]]
-        assert len(top_nk) == sum(map(len, completion.spans)), "every sampled token has its top log-probs"
-        spans: list[Span] = []
-        start = 0
-        for span in completion.spans:
-            spans.append(replace(span, extras={**span.extras, TOP_TOKENS: top_nk[start : start + len(span)]}))
-            start += len(span)
-        return replace(completion, spans=tuple(spans))

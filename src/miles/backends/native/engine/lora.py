@@ -19,6 +19,7 @@ import numpy as np
 
 from miles.backends.native.engine.request import Ints
 from miles.core.errors import EngineError, UsageError
+from miles.core.types import Version
 from miles.models.lora.factors import LoraFactors
 
 __all__ = ["LoraBatch", "LoraHost", "LoraRegistry", "LoraShape", "LoraSlotTable", "ServedAdapter"]
@@ -55,6 +56,7 @@ class ServedAdapter:
     """A named adapter. ``uid`` names its current version and is never reused; ``version`` counts its updates.
 
     ``folder`` is where it is read from again after its host copy was dropped (``in_host`` is False then).
+    ``policy_version`` is that of a run, which published it.
     """
 
     name: str
@@ -65,6 +67,7 @@ class ServedAdapter:
     folder: Path | None = None
     in_host: bool = True
     last_used: int = 0
+    policy_version: Version | None = None
 
 
 class LoraSlotTable:
@@ -156,6 +159,7 @@ class LoraRegistry:
     """The adapters of one engine by name.
 
     ``read`` reads the factors of a folder. ``is_used`` says whether a request that has not ended uses an adapter.
+    ``current`` is the adapter of requests that name none: the last that was published.
     """
 
     shape: LoraShape
@@ -164,6 +168,7 @@ class LoraRegistry:
     read: Callable[[Path], LoraFactors]
     is_used: Callable[[ServedAdapter], bool]
     adapters: dict[str, ServedAdapter] = field(default_factory=dict)
+    current: ServedAdapter | None = None
     _unloaded: list[ServedAdapter] = field(default_factory=list)
     _uids: count[int] = field(default_factory=lambda: count(1))
     _uses: count[int] = field(default_factory=lambda: count(1))
@@ -245,6 +250,22 @@ class LoraRegistry:
         adapter.pinned = False
         self._unloaded.append(adapter)
         self.collect()
+        return adapter
+
+    def publish(self, version: Version, uid: int, rank: int, *, keep: int) -> ServedAdapter:
+        """Add the adapter of a policy's version, ``actor-7``, and make it the current one; the last ``keep`` stay.
+
+        These are two at least: a request that is about to be queued may have the one before.
+        """
+        name = f"{version.policy}-{version.number}"
+        if name in self.adapters:  # published again, after a rollback
+            self.unload(name)
+        adapter = self.load(name, uid, rank)
+        adapter.policy_version = version
+        self.current = adapter
+        published = [each.name for each in self.adapters.values() if each.policy_version is not None]
+        for old in published[:-keep]:
+            self.unload(old)
         return adapter
 
     @property

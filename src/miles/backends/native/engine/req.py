@@ -167,6 +167,11 @@ class Req:
 
     # -- updates after a step ---------------------------------------------------------------
 
+    @property
+    def policy_version(self) -> Version | None:
+        """The version of a run's policy that its adapter is."""
+        return None if self.lora is None else self.lora.policy_version
+
     def record_version(self, version: Version) -> None:
         """Mark the next sampled token as the first of ``version``."""
         if self.version != version:

@@ -256,8 +256,9 @@ class Scheduler:
         for req, token, logprob in zip(step.sampled_reqs, tokens, logprobs, strict=True):
             if req.finish_kind:
                 continue
-            if req.version is not version:
-                req.record_version(version)
+            own = req.policy_version or version
+            if req.version is not own:
+                req.record_version(own)
             req.tokens.append(token)
             req.logprobs.append(logprob)
             count += 1
@@ -286,8 +287,9 @@ class Scheduler:
                     drafted_ends.setdefault(req, branch)
                 continue
             branches[req] = branch
-            if req.version is not version:
-                req.record_version(version)
+            own = req.policy_version or version
+            if req.version is not own:
+                req.record_version(own)
             req.tokens.append(token)
             req.logprobs.append(logprob)
             if req.check_finished(self._decode):
@@ -578,7 +580,7 @@ class Scheduler:
         ended: list[Req] = []
         for req in step.done_reqs:
             if not req.finish_kind:
-                req.finish_kind, req.prompt_version = "length", version
+                req.finish_kind, req.prompt_version = "length", req.policy_version or version
                 ended.append(req)
         return ended
 

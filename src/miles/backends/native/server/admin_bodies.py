@@ -182,6 +182,7 @@ class LoraTensorsBody(RequestBody):
     serialized_tensors: str = ""
     serialized_named_tensors: list[str] = Field(default_factory=list)
     load_format: str | None = None
+    expected_checksums: dict[str, str] | None = None
     pinned: bool = False
     lora_id: str | None = None
     update: bool = False

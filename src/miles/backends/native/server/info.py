@@ -107,6 +107,7 @@ class InfoApi:
             "kv_cache_dtype": engine.numerics.kv_cache_dtype,
             "weight_version": self._handler.weight_version,
             "enable_lora": engine.lora is not None,
+            "max_lora_rank": None if engine.lora is None else engine.lora.shape.max_rank,
             "lora_adapters": format_adapters(engine),
             "internal_states": [{**dict(await engine.health()), "resting": engine.is_paused}],
             "version": miles.__version__,

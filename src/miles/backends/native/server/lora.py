@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from aiohttp import web
+from torch import Tensor
 
 from miles.backends.native.engine.engine import NativeEngine
 from miles.backends.native.engine.lora import ServedAdapter
@@ -51,6 +54,8 @@ class LoraApi:
             files = [body.serialized_tensors] if body.serialized_tensors else body.serialized_named_tensors
             tensors = {name: tensor for text in files for name, tensor in load_safetensors(_decode(text)).items()}
             where = f"the adapter {body.lora_name!r}"
+            if body.expected_checksums is not None:
+                _verify_checksums(tensors, body.expected_checksums, where)
             return self._apply(body, parse_factors(body.config_dict, tensors, self._engine.spec, where=where), None)
 
         return await self._change(load)
@@ -90,6 +95,17 @@ def format_adapters(engine: NativeEngine) -> dict[str, dict[str, Any]]:
         }
         for name, adapter in adapters.items()
     }
+
+
+def _verify_checksums(tensors: Mapping[str, Tensor], expected: Mapping[str, str], where: str) -> None:
+    """Raise unless the SHA-256 of every tensor's bytes is the expected one."""
+    names = tensors.keys() ^ expected.keys()
+    if names:
+        raise SyncError(f"{where} has tensors without a checksum, or the other way round, such as {min(names)}.")
+    for name, tensor in tensors.items():
+        data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        if hashlib.sha256(data).hexdigest() != expected[name].lower():
+            raise SyncError(f"{where} arrived damaged: {name} has another checksum than it was sent with.")
 
 
 def _decode(text: str) -> bytes:
