@@ -11,7 +11,6 @@ from miles.models.spec import (
     MambaSpec,
     Mixer,
     MlaSpec,
-    ShortConvSpec,
 )
 
 # Channels of a head that the batch-invariant Triton kernels of softmax attention take at most.
@@ -30,8 +29,6 @@ def _check_mixer(mixer: Mixer | None) -> str | None:
     match mixer:
         case GatedDeltaNetSpec() | KimiDeltaSpec() | MambaSpec():
             return "is recurrent, and decoding step by step rounds its state differently than a whole sequence"
-        case ShortConvSpec():
-            return "is a short convolution, and batch-invariant attention backends keep no state of earlier tokens"
         case MlaSpec() if mixer.indexer is not None:
             return "selects tokens by a DSA indexer, whose selection depends on rounding"
         case AttentionSpec() if mixer.head_dim > MAX_HEAD_DIM:

@@ -45,7 +45,7 @@ class _SpanBackend:
         return span_attention(q_THd, k_MGd, v_MGe, batch, params, sinks_H)
 
     def recurrent_state(self, layer: int) -> FreshRecurrentState:
-        raise AssertionError(f"layer {layer} is recurrent, which batch-invariant mode does not support")
+        raise AssertionError(f"layer {layer} is recurrent, which tree attention does not support")
 
 
 class BatchInvariantVarlenBackend(_SpanBackend):
@@ -55,7 +55,12 @@ class BatchInvariantVarlenBackend(_SpanBackend):
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str, visible_ends_T: Ints | None = None) -> None:
-        super().__init__(build_packed_spans([int(n) for n in lengths], visible_ends_T), None)
+        self._lengths = [int(n) for n in lengths]
+        super().__init__(build_packed_spans(self._lengths, visible_ends_T), None)
+
+    def recurrent_state(self, layer: int) -> FreshRecurrentState:
+        """The state of a recurrent layer: every sequence starts here."""
+        return FreshRecurrentState(self._lengths)
 
 
 class BatchInvariantTreeBackend(_SpanBackend):

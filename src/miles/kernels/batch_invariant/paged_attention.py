@@ -22,7 +22,7 @@ from miles.kernels.batch_invariant.attention_split_kv import BatchInvariantSplit
 from miles.kernels.batch_invariant.attention_tile_config import pack_heads
 from miles.kernels.fused.qk_norm_rope import QKNormRopeParams
 from miles.kernels.numerics import BATCH_INVARIANT
-from miles.kernels.runtime.kv_cache import Ints, LayerKVCache, PagedKVCache, PooledRecurrentState
+from miles.kernels.runtime.kv_cache import Ints, LayerKVCache, PagedKVCache, PooledRecurrentState, StepStates
 
 # Partial results allocated beyond two per row: a chunk of 512 tokens each.
 _SPARE_ITEMS = 2048
@@ -36,7 +36,7 @@ class BatchInvariantPagedBackend:
 
     Sequence b has ``starts_B[b]`` cached tokens and ``counts_B[b]`` new ones, in any order and number. New tokens
     attend to positions before ``visible_ends_T``, by default up to their own. MLA layers store expanded keys and
-    values.
+    values. ``states`` are the recurrent states of a model that has recurrent layers.
     """
 
     latent = False
@@ -50,8 +50,10 @@ class BatchInvariantPagedBackend:
         page_size: int,
         *,
         visible_ends_T: Ints | None = None,
+        states: StepStates | None = None,
     ) -> None:
         self._cache = cache
+        self._states = states
         self._spans = spans = build_paged_spans(starts_B, counts_B, block_table_BM, page_size, visible_ends_T)
         assert spans.row_K is not None
         index_T = np.arange(spans.queries) - spans.first_N.repeat(counts_B)
@@ -60,7 +62,9 @@ class BatchInvariantPagedBackend:
         self._slots_T = torch.from_numpy(spans.row_K[(spans.start_N + starts_B).repeat(counts_B) + index_T])
 
     def recurrent_state(self, layer: int) -> PooledRecurrentState:
-        raise AssertionError(f"layer {layer} is recurrent, which batch-invariant mode does not support")
+        """The state of a recurrent layer before this step, and where to store the new one."""
+        assert self._states is not None, "the model has recurrent layers, but no recurrent states were given"
+        return self._states.recurrent_state(layer)
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         q_THd, k_TGd, v_TGe, params, sinks_H, index = inputs

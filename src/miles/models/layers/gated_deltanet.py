@@ -41,7 +41,7 @@ class GatedDeltaNet(nn.Module):
         numerics: Numerics,
     ) -> None:
         super().__init__()
-        self.layer, self.spec = layer, spec
+        self.layer, self.spec, self.numerics = layer, spec, numerics
         factory = {"device": device, "dtype": dtype}
         layer_factory: dict[str, Any] = {**factory, "numerics": numerics}
         keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
@@ -65,7 +65,7 @@ class GatedDeltaNet(nn.Module):
         """Convolve and apply the gated delta rule, from the convolution's last inputs and the matrix of each head."""
         qkv_TC, b_TH, a_TH = inputs_T
         inputs, state = (None, None) if before is None else before
-        qkv_TC, inputs = causal_conv1d(qkv_TC, self.conv.squeeze(1), None, lengths, inputs)
+        qkv_TC, inputs = causal_conv1d(qkv_TC, self.conv.squeeze(1), None, lengths, inputs, numerics=self.numerics)
         q_TX, k_TX, v_TX = F.silu(qkv_TC).split(self.sizes, dim=-1)
         q_TGk, k_TGk = (normalize_heads(x.unflatten(-1, (-1, self.spec.key_dim))) for x in (q_TX, k_TX))
         out_THv, state = gated_delta_rule(

@@ -41,7 +41,7 @@ class KimiDeltaAttention(nn.Module):
         numerics: Numerics,
     ) -> None:
         super().__init__()
-        self.layer, self.spec = layer, spec
+        self.layer, self.spec, self.numerics = layer, spec, numerics
         factory = {"device": device, "dtype": dtype}
         layer_factory: dict[str, Any] = {**factory, "bias": False, "numerics": numerics}
         width, inner = model.hidden_size, spec.num_heads * spec.head_dim
@@ -70,7 +70,7 @@ class KimiDeltaAttention(nn.Module):
         """Convolve and apply the delta rule, from the convolution's last inputs and the matrix of each head."""
         qkv_TC, log_decay_THd, beta_TH = inputs_T
         inputs, state = (None, None) if before is None else before
-        qkv_TC, inputs = causal_conv1d(qkv_TC, self.conv.squeeze(1), None, lengths, inputs)
+        qkv_TC, inputs = causal_conv1d(qkv_TC, self.conv.squeeze(1), None, lengths, inputs, numerics=self.numerics)
         q_THd, k_THd, v_THd = F.silu(qkv_TC).unflatten(-1, (3, -1, self.spec.head_dim)).unbind(1)
         scale = self.spec.head_dim**-0.5
         out_THd, state = kimi_delta_rule(

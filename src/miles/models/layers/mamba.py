@@ -38,7 +38,7 @@ class Mamba2(nn.Module):
         numerics: Numerics,
     ) -> None:
         super().__init__()
-        self.layer, self.spec = layer, spec
+        self.layer, self.spec, self.numerics = layer, spec, numerics
         factory = {"device": device, "dtype": dtype}
         layer_factory: dict[str, Any] = {**factory, "numerics": numerics}
         inner, both = spec.num_heads * spec.head_dim, spec.groups * spec.state_dim
@@ -66,7 +66,9 @@ class Mamba2(nn.Module):
         xbc_TC, dt_TH = inputs_T
         inputs, state = (None, None) if before is None else before
         spec, wide = self.spec, torch.promote_types(xbc_TC.dtype, torch.float32)
-        xbc_TC, inputs = causal_conv1d(xbc_TC, self.conv.squeeze(1), self.conv_bias, lengths, inputs)
+        xbc_TC, inputs = causal_conv1d(
+            xbc_TC, self.conv.squeeze(1), self.conv_bias, lengths, inputs, numerics=self.numerics
+        )
         x_TI, b_TX, c_TX = F.silu(xbc_TC).split(self.sizes, dim=-1)
         dt_TH = F.softplus(dt_TH.to(wide) + self.dt_bias.to(wide)).clamp(*spec.step_limit)
         y_THp, state = mamba2_ssd(
