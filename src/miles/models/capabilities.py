@@ -6,9 +6,6 @@ from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.spec import (
     AttentionSpec,
     DecoderSpec,
-    GatedDeltaNetSpec,
-    KimiDeltaSpec,
-    MambaSpec,
     Mixer,
     MlaSpec,
 )
@@ -27,8 +24,6 @@ def check_batch_invariance(spec: DecoderSpec) -> str | None:
 
 def _check_mixer(mixer: Mixer | None) -> str | None:
     match mixer:
-        case GatedDeltaNetSpec() | KimiDeltaSpec() | MambaSpec():
-            return "is recurrent, and decoding step by step rounds its state differently than a whole sequence"
         case MlaSpec() if mixer.indexer is not None:
             return "selects tokens by a DSA indexer, whose selection depends on rounding"
         case AttentionSpec() if mixer.head_dim > MAX_HEAD_DIM:

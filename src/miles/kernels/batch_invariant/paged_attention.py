@@ -15,7 +15,8 @@ from torch import Tensor
 
 from miles.kernels.attention.gpu_backend import DecodeShape, SplitKVPlans, TritonAttentionBackend
 from miles.kernels.attention.params import AttentionInputs, AttentionParams
-from miles.kernels.batch_invariant.attention_metadata import build_paged_spans
+from miles.kernels.batch_invariant.attention import span_attention
+from miles.kernels.batch_invariant.attention_metadata import SpanBatch, build_paged_spans
 from miles.kernels.batch_invariant.attention_paged import decode_attention, prefill_attention
 from miles.kernels.batch_invariant.attention_reference import reference_attention
 from miles.kernels.batch_invariant.attention_split_kv import BatchInvariantSplitKVPlan
@@ -23,6 +24,7 @@ from miles.kernels.batch_invariant.attention_tile_config import pack_heads
 from miles.kernels.fused.qk_norm_rope import QKNormRopeParams
 from miles.kernels.numerics import BATCH_INVARIANT
 from miles.kernels.runtime.kv_cache import Ints, LayerKVCache, PagedKVCache, PooledRecurrentState, StepStates
+from miles.kernels.runtime.triton_compat import use_triton
 
 # Partial results allocated beyond two per row: a chunk of 512 tokens each.
 _SPARE_ITEMS = 2048
@@ -58,7 +60,8 @@ class BatchInvariantPagedBackend:
         assert spans.row_K is not None
         index_T = np.arange(spans.queries) - spans.first_N.repeat(counts_B)
         self._rows_K = torch.from_numpy(spans.row_K)
-        self._gathered_spans = replace(spans, row_K=None)
+        self._gathered = SpanBatch(replace(spans, row_K=None))
+        self._gathered_causal = SpanBatch(replace(spans, row_K=None, ends_T=None))
         self._slots_T = torch.from_numpy(spans.row_K[(spans.start_N + starts_B).repeat(counts_B) + index_T])
 
     def recurrent_state(self, layer: int) -> PooledRecurrentState:
@@ -73,15 +76,16 @@ class BatchInvariantPagedBackend:
         assert cache.values is not None, "batch-invariant attention needs a cache with separate values"
         cache.keys.write(slots_T, k_TGd)
         cache.values.write(slots_T, v_TGe)
-        spans, gathered = self._spans, self._gathered_spans
+        spans, gathered = self._spans, self._gathered
         if params.ignores_spans:
-            spans, gathered = replace(spans, ends_T=None), replace(gathered, ends_T=None)
-        if cache.keys.scales is None:
+            spans, gathered = replace(spans, ends_T=None), self._gathered_causal
+        if cache.keys.scales is None and not use_triton(q_THd):
             return reference_attention(q_THd, cache.keys.slots, cache.values.slots, spans, params, sinks_H)[0]
         row_K = self._rows_K.to(q_THd.device)
         keys_KGd = cache.keys.read_slots(row_K)
         values_KGe = cache.values.read_slots(row_K)
-        return reference_attention(q_THd, keys_KGd, values_KGe, gathered, params, sinks_H)[0]
+        # On a GPU the trainer's attention: models that this backend serves there have no paged Triton kernels.
+        return span_attention(q_THd, keys_KGd, values_KGe, gathered, params, sinks_H)
 
 
 class BatchInvariantSplitKVPlans(SplitKVPlans):

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from miles.kernels.batch_invariant import recurrent_scan as invariant_scan
 from miles.kernels.linear_attention.causal_conv1d import causal_conv1d
 from miles.kernels.linear_attention.mamba2_ssd import mamba2_ssd
 from miles.kernels.numerics import Numerics
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.linear import Linear
 from miles.models.layers.norm import RMSNorm
+from miles.models.layers.recurrent_ops import silu, softplus, wide_rms_norm
 from miles.models.layers.recurrent_scan import scan_tokens
 from miles.models.layers.rope import Positions
 from miles.models.spec import DecoderSpec, MambaSpec
@@ -69,9 +70,10 @@ class Mamba2(nn.Module):
         xbc_TC, inputs = causal_conv1d(
             xbc_TC, self.conv.squeeze(1), self.conv_bias, lengths, inputs, numerics=self.numerics
         )
-        x_TI, b_TX, c_TX = F.silu(xbc_TC).split(self.sizes, dim=-1)
-        dt_TH = F.softplus(dt_TH.to(wide) + self.dt_bias.to(wide)).clamp(*spec.step_limit)
-        y_THp, state = mamba2_ssd(
+        x_TI, b_TX, c_TX = silu(xbc_TC, self.numerics).split(self.sizes, dim=-1)
+        dt_TH = softplus(dt_TH.to(wide) + self.dt_bias.to(wide), self.numerics).clamp(*spec.step_limit)
+        ssd = invariant_scan.mamba2_ssd if self.numerics.batch_invariant else mamba2_ssd
+        y_THp, state = ssd(
             x_TI.unflatten(-1, (-1, spec.head_dim)),
             dt_TH,
             -self.A_log.to(wide).exp(),
@@ -86,6 +88,7 @@ class Mamba2(nn.Module):
     def _gate(self, y_TI: Tensor, z_TI: Tensor) -> Tensor:
         """Gate first, then normalize within each group."""
         wide = torch.promote_types(z_TI.dtype, torch.float32)
-        gated_TGi = (y_TI.to(wide) * F.silu(z_TI.to(wide))).unflatten(-1, (self.spec.groups, -1))
-        normed_TI = F.rms_norm(gated_TGi, gated_TGi.shape[-1:], None, self.norm.eps).flatten(-2)
+        gated_TI = y_TI.to(wide) * silu(z_TI.to(wide), self.numerics)
+        gated_TGi = gated_TI.unflatten(-1, (self.spec.groups, -1))
+        normed_TI = wide_rms_norm(gated_TGi, None, self.norm.eps, self.numerics).flatten(-2)
         return (normed_TI * self.norm.weight.to(wide)).to(z_TI.dtype)
