@@ -24,8 +24,6 @@ def check_batch_invariance(spec: DecoderSpec) -> str | None:
 
 def _check_mixer(mixer: Mixer | None) -> str | None:
     match mixer:
-        case MlaSpec() if mixer.indexer is not None:
-            return "selects tokens by a DSA indexer, whose selection depends on rounding"
         case AttentionSpec() if mixer.head_dim > MAX_HEAD_DIM:
             return f"has heads of {mixer.head_dim} channels, more than the {MAX_HEAD_DIM} of batch-invariant kernels"
         case _:

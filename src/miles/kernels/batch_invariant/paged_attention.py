@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from miles.kernels.attention.gpu_backend import DecodeShape, SplitKVPlans, TritonAttentionBackend
-from miles.kernels.attention.params import AttentionInputs, AttentionParams
+from miles.kernels.attention.params import AttentionInputs, AttentionParams, IndexerInputs
 from miles.kernels.batch_invariant.attention import span_attention
 from miles.kernels.batch_invariant.attention_metadata import SpanBatch, build_paged_spans
 from miles.kernels.batch_invariant.attention_paged import decode_attention, prefill_attention
 from miles.kernels.batch_invariant.attention_reference import reference_attention
 from miles.kernels.batch_invariant.attention_split_kv import BatchInvariantSplitKVPlan
 from miles.kernels.batch_invariant.attention_tile_config import pack_heads
+from miles.kernels.batch_invariant.dsa_indexer import select_tokens
 from miles.kernels.fused.qk_norm_rope import QKNormRopeParams
 from miles.kernels.numerics import BATCH_INVARIANT
 from miles.kernels.runtime.kv_cache import Ints, LayerKVCache, PagedKVCache, PooledRecurrentState, StepStates
@@ -56,6 +57,7 @@ class BatchInvariantPagedBackend:
     ) -> None:
         self._cache = cache
         self._states = states
+        self._selections: dict[int, Tensor | None] = {}
         self._spans = spans = build_paged_spans(starts_B, counts_B, block_table_BM, page_size, visible_ends_T)
         assert spans.row_K is not None
         index_T = np.arange(spans.queries) - spans.first_N.repeat(counts_B)
@@ -71,7 +73,6 @@ class BatchInvariantPagedBackend:
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         q_THd, k_TGd, v_TGe, params, sinks_H, index = inputs
-        assert index is None, "sparse attention is not supported in batch-invariant mode"
         cache, slots_T = self._cache.layers[layer], self._slots_T.to(q_THd.device)
         assert cache.values is not None, "batch-invariant attention needs a cache with separate values"
         cache.keys.write(slots_T, k_TGd)
@@ -79,13 +80,24 @@ class BatchInvariantPagedBackend:
         spans, gathered = self._spans, self._gathered
         if params.ignores_spans:
             spans, gathered = replace(spans, ends_T=None), self._gathered_causal
-        if cache.keys.scales is None and not use_triton(q_THd):
-            return reference_attention(q_THd, cache.keys.slots, cache.values.slots, spans, params, sinks_H)[0]
+        selected_TP = None if index is None else self._select_tokens(layer, cache, index)
+        if cache.keys.scales is None and (selected_TP is not None or not use_triton(q_THd)):
+            keys_SGd, values_SGe = cache.keys.slots, cache.values.slots
+            return reference_attention(q_THd, keys_SGd, values_SGe, spans, params, sinks_H, selected_TP)[0]
         row_K = self._rows_K.to(q_THd.device)
         keys_KGd = cache.keys.read_slots(row_K)
         values_KGe = cache.values.read_slots(row_K)
         # On a GPU the trainer's attention: models that this backend serves there have no paged Triton kernels.
-        return span_attention(q_THd, keys_KGd, values_KGe, gathered, params, sinks_H)
+        return span_attention(q_THd, keys_KGd, values_KGe, gathered, params, sinks_H, selected_TP)
+
+    def _select_tokens(self, layer: int, cache: LayerKVCache, index: IndexerInputs | int) -> Tensor | None:
+        """What an indexer selects of each query's positions, or what the layer with this number selected."""
+        if not isinstance(index, IndexerInputs):
+            return self._selections[index]
+        assert cache.index is not None, "a layer with an indexer needs index keys in the KV cache"
+        cache.index.write(self._slots_T.to(index.k_Td.device), index.k_Td)
+        self._selections[layer] = select_tokens(index, cache.index.slots.flatten(1), self._spans)
+        return self._selections[layer]
 
 
 class BatchInvariantSplitKVPlans(SplitKVPlans):
