@@ -61,7 +61,9 @@ def decoder_of(
 
 def engine_of(decoder: Decoder, **knobs: object) -> NativeEngine:
     """An engine with these weights and numerics."""
-    config = NativeConfig(**{f"engine_{name}": value for name, value in knobs.items()})
+    config = NativeConfig(
+        **{name if name.startswith("speculative") else f"engine_{name}": value for name, value in knobs.items()}
+    )
     like = decoder.embedding.weight
     engine = NativeEngine(
         decoder.spec,

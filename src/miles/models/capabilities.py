@@ -6,12 +6,8 @@ from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.spec import (
     AttentionSpec,
     DecoderSpec,
-    GatedDeltaNetSpec,
-    KimiDeltaSpec,
-    MambaSpec,
     Mixer,
     MlaSpec,
-    ShortConvSpec,
 )
 
 # Channels of a head that the batch-invariant Triton kernels of softmax attention take at most.
@@ -28,12 +24,6 @@ def check_batch_invariance(spec: DecoderSpec) -> str | None:
 
 def _check_mixer(mixer: Mixer | None) -> str | None:
     match mixer:
-        case GatedDeltaNetSpec() | KimiDeltaSpec() | MambaSpec():
-            return "is recurrent, and decoding step by step rounds its state differently than a whole sequence"
-        case ShortConvSpec():
-            return "is a short convolution, and batch-invariant attention backends keep no state of earlier tokens"
-        case MlaSpec() if mixer.indexer is not None:
-            return "selects tokens by a DSA indexer, whose selection depends on rounding"
         case AttentionSpec() if mixer.head_dim > MAX_HEAD_DIM:
             return f"has heads of {mixer.head_dim} channels, more than the {MAX_HEAD_DIM} of batch-invariant kernels"
         case _:

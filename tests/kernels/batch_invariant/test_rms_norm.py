@@ -16,8 +16,9 @@ from miles.kernels.batch_invariant.elementwise import softmax, sum_in_rank_order
 from miles.kernels.fused.activation import apply_activation, gated_activation_inference
 from miles.kernels.fused.qk_norm_rope import QKVShape
 from miles.kernels.moe.grouped_gemm import sort_rows_by_group
-from miles.kernels.numerics import FAST
-from miles.models.layers import rope
+from miles.kernels.numerics import BATCH_INVARIANT, FAST
+from miles.models.layers import recurrent_ops, rope
+from miles.models.layers.recurrent_ops import normalize_heads
 from miles.models.spec import RopeSpec
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -61,6 +62,8 @@ OPERATIONS = {
     "router": routed,
     "sigmoid router": lambda x, size: topk_router.compute_scores(x, "sigmoid"),
     "sigmoid": lambda x, size: activation.sigmoid(x),
+    "softplus": lambda x, size: activation.softplus(x),
+    "unit length": lambda x, size: normalize_heads(x[:, None], BATCH_INVARIANT).flatten(1),
     "silu": lambda x, size: activation.gated_activation(torch.cat((x, x.flip(-1)), -1), "silu"),
     "gelu": lambda x, size: activation.gated_activation(torch.cat((x, x.flip(-1)), -1), "gelu_tanh"),
     "gelu alone": lambda x, size: activation.ungated_activation(x, "gelu_tanh"),
@@ -149,6 +152,13 @@ def test_gates_have_the_values_and_gradients_of_the_fast_ones(kind):
     if kind != "swiglu_clamped":
         mine = gradients(lambda x: activation.ungated_activation(x, kind), x)
         assert_same(mine, gradients(lambda x: apply_activation(x, None, kind), x))
+
+
+@pytest.mark.parametrize("name", ["silu", "sigmoid", "softplus", "normalize_heads"])
+def test_operations_of_recurrent_layers_have_the_values_and_gradients_of_the_fast_ones(name):
+    function, x = getattr(recurrent_ops, name), numbers(7, 12, dtype=torch.float64) * 8
+    mine, theirs = (gradients(partial(function, numerics=each), x) for each in (BATCH_INVARIANT, FAST))
+    assert_same(mine, theirs)
 
 
 def test_a_rotation_is_the_fast_one_up_to_rounding():

@@ -25,7 +25,13 @@ from miles.kernels.attention.split_kv import SplitKVPlan
 from miles.kernels.attention.tile_config import max_prefix_queries
 from miles.kernels.batch_invariant import attention as invariant_attention
 from miles.kernels.batch_invariant import attention_paged as invariant_paged
-from miles.kernels.batch_invariant import expert_sort, grouped_gemm_triton, linear_triton, logprob_triton
+from miles.kernels.batch_invariant import (
+    expert_sort,
+    grouped_gemm_triton,
+    linear_triton,
+    logprob_triton,
+    recurrent_scan,
+)
 from miles.kernels.batch_invariant import rms_norm as invariant_norm
 from miles.kernels.batch_invariant import topk_router as invariant_router
 from miles.kernels.batch_invariant.attention_split_kv import BatchInvariantSplitKVPlan
@@ -226,6 +232,17 @@ def _rms_norm_training(width: int) -> None:
 @case(D)
 def _batch_invariant_rms_norm(width: int) -> None:
     invariant_norm._launch(_empty(64, width), _empty(64, width), _empty(width), 1e-6, 0.0)
+
+
+@case("gated delta", "kimi delta", "mamba-2")
+def _batch_invariant_scan(rule: str) -> None:
+    """Qwen3-Next, Kimi-Linear and Nemotron-H: heads, channels of a key and of a value."""
+    heads, keys, values = (64, 128, 64) if rule == "mamba-2" else (32, 128, 128)
+    q, v = _empty(64, heads, keys, dtype=F32), _empty(64, heads, values, dtype=F32)
+    decay = q if rule == "kimi delta" else _empty(64, heads, 1, dtype=F32)
+    beta = None if rule == "mamba-2" else _empty(64, heads, dtype=F32)
+    inputs = recurrent_scan.ScanInputs(q, q, v, decay, beta)
+    recurrent_scan.launch_scan(inputs, [63, 1], _empty(2, heads, keys, values, dtype=F32))
 
 
 @case(1152)

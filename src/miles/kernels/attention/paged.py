@@ -37,7 +37,15 @@ from miles.kernels.runtime.kv_cache import (
     StepStates,
 )
 
-__all__ = ["Ints", "KvShape", "PagedAttentionBackend", "PagedKVCache", "RecurrentStatePool", "build_attention_metadata"]
+__all__ = [
+    "Ints",
+    "KvShape",
+    "PagedAttentionBackend",
+    "PagedKVCache",
+    "RecurrentStatePool",
+    "StepStates",
+    "build_attention_metadata",
+]
 
 _SDPA_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # The most scores that are materialized at once.

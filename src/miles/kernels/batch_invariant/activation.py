@@ -24,6 +24,9 @@ from miles.kernels.fused.activation import (
 )
 from miles.kernels.runtime.triton_compat import use_triton
 
+# The softplus of more than this is the number itself, as in torch.
+_SOFTPLUS_LINEAR = 20.0
+
 
 def gated_activation(inner_R2I: Tensor, kind: ActivationKind, *, interleaved: bool = False) -> Tensor:
     """Activation of one half of each row times the other half (``interleaved``: of each column times the next)."""
@@ -40,6 +43,26 @@ def ungated_activation(x_RI: Tensor, kind: ActivationKind) -> Tensor:
 def sigmoid(x: Tensor) -> Tensor:
     """The sigmoid of each element, in its dtype."""
     return _Sigmoid.apply(x)  # pyright: ignore[reportReturnType]
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)) of each element, in its dtype."""
+    return _Softplus.apply(x)  # pyright: ignore[reportReturnType]
+
+
+class _Softplus(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        wide = x.to(accumulation_dtype(x.dtype))
+        log = elementwise.map_elements(torch.log1p, elementwise.map_elements(torch.exp, wide))
+        return torch.where(wide > _SOFTPLUS_LINEAR, wide, log).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        return torch.where(x > _SOFTPLUS_LINEAR, grad, grad * x.sigmoid())
 
 
 class _Sigmoid(torch.autograd.Function):

@@ -45,9 +45,13 @@ def span_attention(
     batch: SpanBatch,
     params: AttentionParams,
     sinks_H: Tensor | None = None,
+    selected_TP: Tensor | None = None,
 ) -> Tensor:
-    """Attention of every query over the keys of its span, [T, H, e]."""
-    return _SpanAttention.apply(q_THd, k_SGd, v_SGe, sinks_H, batch, params)  # pyright: ignore[reportReturnType]
+    """Attention of every query over the keys of its span, or the positions it selects of them, [T, H, e].
+
+    With a selection it is computed by torch on every device.
+    """
+    return _SpanAttention.apply(q_THd, k_SGd, v_SGe, sinks_H, batch, params, selected_TP)  # pyright: ignore[reportReturnType]
 
 
 class _SpanAttention(torch.autograd.Function):
@@ -60,25 +64,28 @@ class _SpanAttention(torch.autograd.Function):
         sinks_H: Tensor | None,
         batch: SpanBatch,
         params: AttentionParams,
+        selected_TP: Tensor | None,
     ) -> Tensor:
-        if use_triton(q_THd):
+        if use_triton(q_THd) and selected_TP is None:
             out_THe, lse_TH = launch_forward(q_THd, k_SGd, v_SGe, batch, params, sinks_H)
         else:
-            out_THe, lse_TH = reference_attention(q_THd, k_SGd, v_SGe, batch.spans, params, sinks_H)
+            out_THe, lse_TH = reference_attention(q_THd, k_SGd, v_SGe, batch.spans, params, sinks_H, selected_TP)
         ctx.batch, ctx.params = batch, params
-        ctx.save_for_backward(q_THd, k_SGd, v_SGe, out_THe, lse_TH, sinks_H)
+        ctx.save_for_backward(q_THd, k_SGd, v_SGe, out_THe, lse_TH, sinks_H, selected_TP)
         return out_THe
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_THe: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        *saved, sinks_H = ctx.saved_tensors
-        if use_triton(grad_THe):
+        *saved, sinks_H, selected_TP = ctx.saved_tensors
+        if use_triton(grad_THe) and selected_TP is None:
             dq, dk, dv, delta_TH = launch_backward(grad_THe, tuple(saved), ctx.batch, ctx.params)
         else:
-            dq, dk, dv, delta_TH = reference_attention_backward(grad_THe, tuple(saved), ctx.batch.spans, ctx.params)
+            dq, dk, dv, delta_TH = reference_attention_backward(
+                grad_THe, tuple(saved), ctx.batch.spans, ctx.params, selected_TP
+            )
         dsinks_H = None if sinks_H is None else compute_sink_grad(sinks_H, saved[4], delta_TH)
-        return dq, dk, dv, dsinks_H, None, None
+        return dq, dk, dv, dsinks_H, None, None, None
 
 
 # -- Triton -----------------------------------------------------------------------------------

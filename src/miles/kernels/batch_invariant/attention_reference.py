@@ -55,8 +55,12 @@ def reference_attention(
     spans: AttentionSpans,
     params: AttentionParams,
     sinks_H: Tensor | None = None,
+    selected_TP: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of every query, [T, H, e], and its log-sum-exp, [T, H]."""
+    """Attention of every query, [T, H, e], and its log-sum-exp, [T, H].
+
+    With ``selected_TP`` a query attends only to these positions of its span; P is a whole number of blocks.
+    """
     wide = torch.promote_types(q_THd.dtype, torch.float32)
     heads, groups, values = q_THd.shape[1], k_SGd.shape[1], v_SGe.shape[2]
     out_THe = q_THd.new_empty(len(q_THd), heads, values)
@@ -65,7 +69,7 @@ def reference_attention(
     row_K = None if spans.row_K is None else _to_device(spans.row_K, q_THd)
     for first in range(0, len(tiles.end_I), _TILES_AT_ONCE):
         tiles_b = _select_tiles(tiles, first)
-        state, token_bm, head_bm = _attend_tiles(q_THd, k_SGd, v_SGe, row_K, tiles_b, params, wide)
+        state, token_bm, head_bm = _attend_tiles(q_THd, k_SGd, v_SGe, row_K, tiles_b, params, wide, selected_TP)
         max_bm1, sum_bm1, out_bmE = state
         if sinks_H is not None:
             sum_bm1 = sum_bm1 + _exp_tiles(sinks_H.to(wide)[head_bm].unsqueeze(-1) - max_bm1)
@@ -96,6 +100,7 @@ def _attend_tiles(
     tiles_b: QueryTiles,
     params: AttentionParams,
     wide: torch.dtype,
+    selected_TP: Tensor | None,
 ) -> tuple[SoftmaxState, Tensor, Tensor]:
     """The state of these tiles after all their keys; the queries' tokens and heads."""
     token_bm, head_bm, low_bm, high_bm = (
@@ -104,7 +109,7 @@ def _attend_tiles(
     group_b1, start_b1, last_b1 = (
         _to_device(x, q_THd)[:, None] for x in (tiles_b.group_I, tiles_b.start_I, tiles_b.end_I - 1)
     )
-    q_bmD = _pad_channels(q_THd[token_bm, head_bm], wide)
+    q_bmD = pad_channels(q_THd[token_bm, head_bm], wide)
     offset_n = torch.arange(BLOCK, device=q_THd.device)
     begin, end = int(tiles_b.begin_I.min()), int(tiles_b.end_I.max())
     low_bm1, high_bm1 = low_bm[..., None] if tiles_b.low_Im.any() else None, high_bm[..., None]
@@ -119,8 +124,10 @@ def _attend_tiles(
             hidden_bmn = key_n > high_bm1
             if low_bm1 is not None:
                 hidden_bmn |= key_n < low_bm1
+            if selected_TP is not None:
+                hidden_bmn |= ~selected_TP[:, keys_AN : keys_AN + BLOCK][token_bm]
             # Contiguous: some libraries are many times slower with a transposed operand.
-            dot_bmn = _bmm_tiles(q_bmD, keys.gather(row_bn, group_b1).mT.contiguous())
+            dot_bmn = matmul_tiles(q_bmD, keys.gather(row_bn, group_b1).mT.contiguous())
             chunk_state = _attend_block(
                 chunk_state, _scores(dot_bmn, params), hidden_bmn, values.gather(row_bn, group_b1), v_SGe.dtype
             )
@@ -149,7 +156,8 @@ def _to_device(values: NDArray[Any], like: Tensor) -> Tensor:
     return torch.from_numpy(values).to(like.device)
 
 
-def _pad_channels(x: Tensor, wide: torch.dtype) -> Tensor:
+def pad_channels(x: Tensor, wide: torch.dtype) -> Tensor:
+    """The channels in the ``wide`` dtype, zero-padded to whole SIMD vectors."""
     width = -(-x.shape[-1] // _CHANNEL_MULTIPLE) * _CHANNEL_MULTIPLE
     x = x.to(wide)
     return x if width == x.shape[-1] else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
@@ -164,12 +172,19 @@ def _scores(dot: Tensor, params: AttentionParams) -> Tensor:
     return scores
 
 
-def _bmm_tiles(a: Tensor, b: Tensor) -> Tensor:
+def matmul_tiles(a: Tensor, b: Tensor) -> Tensor:
     """bmm, always _TILES at a time."""
     out = a.new_empty(*a.shape[:2], b.shape[2])
     for parts in zip(a.split(_TILES), b.split(_TILES), out.split(_TILES), strict=True):
         torch.bmm(parts[0], parts[1], out=parts[2])
     return out
+
+
+def tile_rows(x_RD: Tensor) -> Tensor:
+    """Rows as tiles for ``matmul_tiles``, [b, m, D]; missing ones are zero."""
+    rows = _TILES * _QUERIES
+    padded_RD = torch.nn.functional.pad(x_RD, (0, 0, 0, -len(x_RD) % rows))
+    return padded_RD.unflatten(0, (-1, _QUERIES))
 
 
 def _exp_tiles(x: Tensor) -> Tensor:
@@ -189,7 +204,7 @@ def _attend_block(
         max_bm1 = torch.maximum(state.max_bm1, max_bm1)
     finite_max_bm1 = max_bm1.masked_fill(max_bm1 == -math.inf, 0.0)
     p_bmn = _exp_tiles(score_bmn.sub_(finite_max_bm1)).to(dtype).to(v_bnE.dtype)
-    sum_bm1, out_bmE = _halving_sum(p_bmn), _bmm_tiles(p_bmn, v_bnE)
+    sum_bm1, out_bmE = _halving_sum(p_bmn), matmul_tiles(p_bmn, v_bnE)
     if state is not None:
         rescale_bm1 = _exp_tiles(state.max_bm1 - finite_max_bm1)
         sum_bm1, out_bmE = state.sum_bm1 * rescale_bm1 + sum_bm1, state.out_bmE * rescale_bm1 + out_bmE
@@ -223,7 +238,11 @@ def _merge_states(state: SoftmaxState, chunk_state: SoftmaxState) -> SoftmaxStat
 
 
 def reference_attention_backward(
-    grad_THe: Tensor, saved: tuple[Tensor, ...], spans: AttentionSpans, params: AttentionParams
+    grad_THe: Tensor,
+    saved: tuple[Tensor, ...],
+    spans: AttentionSpans,
+    params: AttentionParams,
+    selected_TP: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, and the dot products of gradient and output, [T, H].
 
@@ -248,8 +267,9 @@ def reference_attention_backward(
             rows = _to_device(spans.first_N[span_A][:, None] + np.arange(lo, hi), q_THd)
             keys_AN = _to_device(spans.start_N[span_A][:, None] + np.arange(begin, end), q_THd)
             query_tensors = tuple(x[rows].to(wide) for x in (grad_THe, q_THd, lse_TH, delta_TH))
+            selected_AQN = None if selected_TP is None else selected_TP[rows, begin:end]
             dq[rows], dk_AN, dv_AN = _slice_backward(
-                query_tensors, k_SGd[keys_AN].to(wide), v_SGe[keys_AN].to(wide), visible, params
+                query_tensors, k_SGd[keys_AN].to(wide), v_SGe[keys_AN].to(wide), visible, params, selected_AQN
             )
             dk[keys_AN] += dk_AN
             dv[keys_AN] += dv_AN
@@ -270,7 +290,12 @@ def _group_equal_spans(spans: AttentionSpans, heads: int) -> Iterator[tuple[int,
 
 
 def _slice_backward(
-    query_tensors: tuple[Tensor, ...], k_ANGd: Tensor, v_ANGe: Tensor, visible: Tensor, params: AttentionParams
+    query_tensors: tuple[Tensor, ...],
+    k_ANGd: Tensor,
+    v_ANGe: Tensor,
+    visible: Tensor,
+    params: AttentionParams,
+    selected_AQN: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Some queries of spans of equal size, and all keys they see; ``seen`` are the first and last of each."""
     groups, queries = k_ANGd.shape[2], visible.shape[1]
@@ -280,8 +305,10 @@ def _slice_backward(
     low_R1, high_R1 = (each.repeat(queries_per_kv)[:, None] for each in visible)
     offset_N = torch.arange(k_ANGd.shape[1], device=k_ANGd.device)
     score_AGRN = _scores(q @ k_AGNd.mT, params)
-    hidden_RN = (offset_N < low_R1) | (offset_N > high_R1)
-    p_AGRN = (score_AGRN - lse[..., None]).exp_().masked_fill_(hidden_RN, 0.0)
+    hidden = (offset_N < low_R1) | (offset_N > high_R1)
+    if selected_AQN is not None:
+        hidden = hidden | ~selected_AQN.repeat(1, queries_per_kv, 1).unsqueeze(1)
+    p_AGRN = (score_AGRN - lse[..., None]).exp_().masked_fill_(hidden, 0.0)
     ds_AGRN = p_AGRN * (grad @ v_AGNe.mT - delta[..., None])
     if params.softcap is not None:
         ds_AGRN = ds_AGRN * (1 - (score_AGRN / params.softcap) ** 2)

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from miles.kernels.attention.gather_rows import RowGather, gather_rows
-from miles.kernels.attention.params import AttentionInputs
+from miles.kernels.attention.params import AttentionInputs, IndexerInputs
 from miles.kernels.attention.tree import Segment
 from miles.kernels.attention.varlen import FreshRecurrentState
 from miles.kernels.batch_invariant.attention import span_attention
 from miles.kernels.batch_invariant.attention_metadata import AttentionSpans, SpanBatch, build_packed_spans
+from miles.kernels.batch_invariant.dsa_indexer import select_tokens
 from miles.kernels.runtime.kv_cache import Ints
 
 
@@ -31,10 +32,10 @@ class _SpanBackend:
         if spans.ends_T is not None:
             self._causal = SpanBatch(replace(spans, ends_T=None))
         self._gather = gather
+        self._selections: dict[int, Tensor | None] = {}
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         q_THd, k_MGd, v_MGe, params, sinks_H, index = inputs
-        assert index is None, "sparse attention is not supported in batch-invariant mode"
         total = self._batch.spans.queries
         assert len(q_THd) == total, f"got {len(q_THd)} queries for spans of {total} in all"
         if not total:
@@ -42,10 +43,21 @@ class _SpanBackend:
         if self._gather is not None:
             k_MGd, v_MGe = gather_rows(k_MGd, self._gather), gather_rows(v_MGe, self._gather)
         batch = self._causal if params.ignores_spans else self._batch
-        return span_attention(q_THd, k_MGd, v_MGe, batch, params, sinks_H)
+        selected_TP = None if index is None else self._select_tokens(layer, index)
+        return span_attention(q_THd, k_MGd, v_MGe, batch, params, sinks_H, selected_TP)
+
+    def _select_tokens(self, layer: int, index: IndexerInputs | int) -> Tensor | None:
+        """What an indexer selects of each query's positions; a layer that is recomputed selects the same."""
+        if isinstance(index, IndexerInputs):
+            keys_Md = index.k_Td
+            if self._gather is not None:
+                keys_Md = gather_rows(keys_Md.unsqueeze(1), self._gather).squeeze(1)
+            self._selections[layer] = select_tokens(index, keys_Md, self._batch.spans)
+            return self._selections[layer]
+        return self._selections[index]
 
     def recurrent_state(self, layer: int) -> FreshRecurrentState:
-        raise AssertionError(f"layer {layer} is recurrent, which batch-invariant mode does not support")
+        raise AssertionError(f"layer {layer} is recurrent, which tree attention does not support")
 
 
 class BatchInvariantVarlenBackend(_SpanBackend):
@@ -55,7 +67,12 @@ class BatchInvariantVarlenBackend(_SpanBackend):
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str, visible_ends_T: Ints | None = None) -> None:
-        super().__init__(build_packed_spans([int(n) for n in lengths], visible_ends_T), None)
+        self._lengths = [int(n) for n in lengths]
+        super().__init__(build_packed_spans(self._lengths, visible_ends_T), None)
+
+    def recurrent_state(self, layer: int) -> FreshRecurrentState:
+        """The state of a recurrent layer: every sequence starts here."""
+        return FreshRecurrentState(self._lengths)
 
 
 class BatchInvariantTreeBackend(_SpanBackend):

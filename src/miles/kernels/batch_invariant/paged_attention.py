@@ -14,15 +14,18 @@ import torch
 from torch import Tensor
 
 from miles.kernels.attention.gpu_backend import DecodeShape, SplitKVPlans, TritonAttentionBackend
-from miles.kernels.attention.params import AttentionInputs, AttentionParams
-from miles.kernels.batch_invariant.attention_metadata import build_paged_spans
+from miles.kernels.attention.params import AttentionInputs, AttentionParams, IndexerInputs
+from miles.kernels.batch_invariant.attention import span_attention
+from miles.kernels.batch_invariant.attention_metadata import SpanBatch, build_paged_spans
 from miles.kernels.batch_invariant.attention_paged import decode_attention, prefill_attention
 from miles.kernels.batch_invariant.attention_reference import reference_attention
 from miles.kernels.batch_invariant.attention_split_kv import BatchInvariantSplitKVPlan
 from miles.kernels.batch_invariant.attention_tile_config import pack_heads
+from miles.kernels.batch_invariant.dsa_indexer import select_tokens
 from miles.kernels.fused.qk_norm_rope import QKNormRopeParams
 from miles.kernels.numerics import BATCH_INVARIANT
-from miles.kernels.runtime.kv_cache import Ints, LayerKVCache, PagedKVCache, PooledRecurrentState
+from miles.kernels.runtime.kv_cache import Ints, LayerKVCache, PagedKVCache, PooledRecurrentState, StepStates
+from miles.kernels.runtime.triton_compat import use_triton
 
 # Partial results allocated beyond two per row: a chunk of 512 tokens each.
 _SPARE_ITEMS = 2048
@@ -36,7 +39,7 @@ class BatchInvariantPagedBackend:
 
     Sequence b has ``starts_B[b]`` cached tokens and ``counts_B[b]`` new ones, in any order and number. New tokens
     attend to positions before ``visible_ends_T``, by default up to their own. MLA layers store expanded keys and
-    values.
+    values. ``states`` are the recurrent states of a model that has recurrent layers.
     """
 
     latent = False
@@ -50,34 +53,51 @@ class BatchInvariantPagedBackend:
         page_size: int,
         *,
         visible_ends_T: Ints | None = None,
+        states: StepStates | None = None,
     ) -> None:
         self._cache = cache
+        self._states = states
+        self._selections: dict[int, Tensor | None] = {}
         self._spans = spans = build_paged_spans(starts_B, counts_B, block_table_BM, page_size, visible_ends_T)
         assert spans.row_K is not None
         index_T = np.arange(spans.queries) - spans.first_N.repeat(counts_B)
         self._rows_K = torch.from_numpy(spans.row_K)
-        self._gathered_spans = replace(spans, row_K=None)
+        self._gathered = SpanBatch(replace(spans, row_K=None))
+        self._gathered_causal = SpanBatch(replace(spans, row_K=None, ends_T=None))
         self._slots_T = torch.from_numpy(spans.row_K[(spans.start_N + starts_B).repeat(counts_B) + index_T])
 
     def recurrent_state(self, layer: int) -> PooledRecurrentState:
-        raise AssertionError(f"layer {layer} is recurrent, which batch-invariant mode does not support")
+        """The state of a recurrent layer before this step, and where to store the new one."""
+        assert self._states is not None, "the model has recurrent layers, but no recurrent states were given"
+        return self._states.recurrent_state(layer)
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         q_THd, k_TGd, v_TGe, params, sinks_H, index = inputs
-        assert index is None, "sparse attention is not supported in batch-invariant mode"
         cache, slots_T = self._cache.layers[layer], self._slots_T.to(q_THd.device)
         assert cache.values is not None, "batch-invariant attention needs a cache with separate values"
         cache.keys.write(slots_T, k_TGd)
         cache.values.write(slots_T, v_TGe)
-        spans, gathered = self._spans, self._gathered_spans
+        spans, gathered = self._spans, self._gathered
         if params.ignores_spans:
-            spans, gathered = replace(spans, ends_T=None), replace(gathered, ends_T=None)
-        if cache.keys.scales is None:
-            return reference_attention(q_THd, cache.keys.slots, cache.values.slots, spans, params, sinks_H)[0]
+            spans, gathered = replace(spans, ends_T=None), self._gathered_causal
+        selected_TP = None if index is None else self._select_tokens(layer, cache, index)
+        if cache.keys.scales is None and (selected_TP is not None or not use_triton(q_THd)):
+            keys_SGd, values_SGe = cache.keys.slots, cache.values.slots
+            return reference_attention(q_THd, keys_SGd, values_SGe, spans, params, sinks_H, selected_TP)[0]
         row_K = self._rows_K.to(q_THd.device)
         keys_KGd = cache.keys.read_slots(row_K)
         values_KGe = cache.values.read_slots(row_K)
-        return reference_attention(q_THd, keys_KGd, values_KGe, gathered, params, sinks_H)[0]
+        # On a GPU the trainer's attention: models that this backend serves there have no paged Triton kernels.
+        return span_attention(q_THd, keys_KGd, values_KGe, gathered, params, sinks_H, selected_TP)
+
+    def _select_tokens(self, layer: int, cache: LayerKVCache, index: IndexerInputs | int) -> Tensor | None:
+        """What an indexer selects of each query's positions, or what the layer with this number selected."""
+        if not isinstance(index, IndexerInputs):
+            return self._selections[index]
+        assert cache.index is not None, "a layer with an indexer needs index keys in the KV cache"
+        cache.index.write(self._slots_T.to(index.k_Td.device), index.k_Td)
+        self._selections[layer] = select_tokens(index, cache.index.slots.flatten(1), self._spans)
+        return self._selections[layer]
 
 
 class BatchInvariantSplitKVPlans(SplitKVPlans):

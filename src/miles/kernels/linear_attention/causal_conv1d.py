@@ -14,10 +14,17 @@ import torch
 from torch import Tensor
 
 from miles.kernels.linear_attention.chunked_scan import is_decode_step
+from miles.kernels.numerics import Numerics
 
 
 def causal_conv1d(
-    x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, lengths: Sequence[int], state_BCk: Tensor | None
+    x_TC: Tensor,
+    weight_CK: Tensor,
+    bias_C: Tensor | None,
+    lengths: Sequence[int],
+    state_BCk: Tensor | None,
+    *,
+    numerics: Numerics,
 ) -> tuple[Tensor, Tensor | None]:
     """Each token's weighted sum of itself (the last tap) and the k inputs before it, and the new state.
 
@@ -28,7 +35,8 @@ def causal_conv1d(
     earlier = weight_CK.shape[1] - 1
     if state_BCk is not None and is_decode_step(lengths, len(x_TC)):
         window_BCK = torch.cat((state_BCk, x_TC.unsqueeze(-1)), -1)
-        return _sum_taps(window_BCK.unbind(-1), weight_CK, bias_C).to(x_TC.dtype), window_BCK[..., 1:]
+        out_BC = _sum_taps(window_BCK.unbind(-1), weight_CK, bias_C, numerics)
+        return out_BC.to(x_TC.dtype), window_BCK[..., 1:]
     index_T, head_X, tail_X = _build_indices(tuple(lengths), earlier, x_TC.device)
     rows_LC = x_TC.new_zeros(len(x_TC) + len(lengths) * earlier, x_TC.shape[1]).index_copy_(0, index_T, x_TC)
     tail_BCk = None
@@ -36,16 +44,19 @@ def causal_conv1d(
         rows_LC.index_copy_(0, head_X, state_BCk.to(x_TC.dtype).transpose(1, 2).flatten(0, 1))
         tail_BCk = rows_LC.index_select(0, tail_X).unflatten(0, (len(lengths), earlier)).transpose(1, 2).contiguous()
     count = len(rows_LC) - earlier
-    out_LC = _sum_taps([rows_LC[j : j + count] for j in range(earlier + 1)], weight_CK, bias_C)
+    out_LC = _sum_taps([rows_LC[j : j + count] for j in range(earlier + 1)], weight_CK, bias_C, numerics)
     return out_LC.index_select(0, index_T - earlier).to(x_TC.dtype), tail_BCk
 
 
-def _sum_taps(inputs_C: Sequence[Tensor], weight_CK: Tensor, bias_C: Tensor | None) -> Tensor:
-    """The sum in float32, tap by tap: one summation order for one token and for many."""
+def _sum_taps(inputs_C: Sequence[Tensor], weight_CK: Tensor, bias_C: Tensor | None, numerics: Numerics) -> Tensor:
+    """The sum in float32, tap by tap: one summation order for one token and for many.
+
+    On a CPU ``addcmul`` rounds once or twice, depending on where an element is: batch-invariant sums round twice.
+    """
     weight_KC = weight_CK.to(torch.promote_types(weight_CK.dtype, torch.float32)).t()
     out = inputs_C[0] * weight_KC[0]
     for x, weight_C in zip(inputs_C[1:], weight_KC[1:], strict=True):
-        out = torch.addcmul(out, x, weight_C)
+        out = out + x * weight_C if numerics.batch_invariant else torch.addcmul(out, x, weight_C)
     return out if bias_C is None else out + bias_C
 
 

@@ -63,7 +63,9 @@ def cache_layout(mixer: Mixer | None, numerics: Numerics) -> PerTokenCache | Per
             if (
                 numerics.batch_invariant
             ):  # the engine then caches expanded keys and values, as the trainer computes them
-                return PerTokenCache(heads=mixer.num_heads, key_dim=mixer.head_dim, value_dim=mixer.value_dim)
+                return PerTokenCache(
+                    heads=mixer.num_heads, key_dim=mixer.head_dim, value_dim=mixer.value_dim, index_dim=index
+                )
             return PerTokenCache(
                 heads=1,
                 key_dim=mixer.kv_rank + mixer.rope_dim,

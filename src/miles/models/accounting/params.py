@@ -330,7 +330,7 @@ def kv_bytes_per_token(spec: DecoderSpec, dtype: str, numerics: Numerics) -> int
 
 def state_bytes_per_sequence(spec: DecoderSpec, dtype: str) -> int:
     """Compute the recurrent-state bytes of one sequence, whatever its length."""
-    layouts = (cache_layout(layer.mixer, FAST) for layer in spec.layers)  # recurrent layers have no other numerics
+    layouts = (cache_layout(layer.mixer, FAST) for layer in spec.layers)  # a state is the same in all numerics
     return sum(
         prod(shape) * (4 if wide else BYTES[dtype])
         for layout in layouts

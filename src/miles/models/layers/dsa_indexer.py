@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from miles.kernels.batch_invariant.linear import linear as invariant_linear
 from miles.kernels.numerics import Numerics
 from miles.models.layers.attention_backend import IndexerInputs
 from miles.models.layers.linear import Linear
@@ -60,7 +61,8 @@ class Indexer(nn.Module):
         k_T1d = self.k_norm(self.wk(x_TD)).unsqueeze(1)
         # The selection depends on small differences: the weights are not rounded to a low-precision dtype.
         fp32 = torch.promote_types(x_TD.dtype, torch.float32)
-        weights_TH = F.linear(x_TD.to(fp32), self.weights_proj.weight.to(fp32)) * self.scale
+        linear = invariant_linear if self.numerics.batch_invariant else F.linear
+        weights_TH = linear(x_TD.to(fp32), self.weights_proj.weight.to(fp32)) * self.scale
         return IndexerInputs(
             q_THd=apply_rotary(q_THd, cos_sin, **rotary),
             k_Td=apply_rotary(k_T1d, cos_sin, **rotary).squeeze(1),

@@ -11,20 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from miles.kernels.batch_invariant import recurrent_scan as invariant_scan
 from miles.kernels.linear_attention.causal_conv1d import causal_conv1d
 from miles.kernels.linear_attention.gated_delta_rule import gated_delta_rule
 from miles.kernels.numerics import Numerics
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.linear import Linear
 from miles.models.layers.norm import RMSNorm
+from miles.models.layers.recurrent_ops import normalize_heads, sigmoid, silu, softplus, wide_rms_norm
 from miles.models.layers.recurrent_scan import scan_tokens
 from miles.models.layers.rope import Positions
 from miles.models.spec import DecoderSpec, GatedDeltaNetSpec
-
-# Avoids division by zero for all-zero keys; part of the architecture.
-_UNIT_EPS = 1e-6
 
 
 class GatedDeltaNet(nn.Module):
@@ -41,7 +39,7 @@ class GatedDeltaNet(nn.Module):
         numerics: Numerics,
     ) -> None:
         super().__init__()
-        self.layer, self.spec = layer, spec
+        self.layer, self.spec, self.numerics = layer, spec, numerics
         factory = {"device": device, "dtype": dtype}
         layer_factory: dict[str, Any] = {**factory, "numerics": numerics}
         keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
@@ -65,15 +63,17 @@ class GatedDeltaNet(nn.Module):
         """Convolve and apply the gated delta rule, from the convolution's last inputs and the matrix of each head."""
         qkv_TC, b_TH, a_TH = inputs_T
         inputs, state = (None, None) if before is None else before
-        qkv_TC, inputs = causal_conv1d(qkv_TC, self.conv.squeeze(1), None, lengths, inputs)
-        q_TX, k_TX, v_TX = F.silu(qkv_TC).split(self.sizes, dim=-1)
-        q_TGk, k_TGk = (normalize_heads(x.unflatten(-1, (-1, self.spec.key_dim))) for x in (q_TX, k_TX))
-        out_THv, state = gated_delta_rule(
+        qkv_TC, inputs = causal_conv1d(qkv_TC, self.conv.squeeze(1), None, lengths, inputs, numerics=self.numerics)
+        q_TX, k_TX, v_TX = silu(qkv_TC, self.numerics).split(self.sizes, dim=-1)
+        heads = (x.unflatten(-1, (-1, self.spec.key_dim)) for x in (q_TX, k_TX))
+        q_TGk, k_TGk = (normalize_heads(x, self.numerics) for x in heads)
+        rule = invariant_scan.gated_delta_rule if self.numerics.batch_invariant else gated_delta_rule
+        out_THv, state = rule(
             q_TGk * self.spec.key_dim**-0.5,
             k_TGk,
             v_TX.unflatten(-1, (-1, self.spec.value_dim)),
             self._log_decay(a_TH),
-            b_TH.sigmoid(),
+            sigmoid(b_TH, self.numerics),
             lengths,
             state,
         )
@@ -99,15 +99,9 @@ class GatedDeltaNet(nn.Module):
     def _log_decay(self, a_TH: Tensor) -> Tensor:
         """Compute the logarithm of the state decay of each token, in float32 because it is exponentiated again."""
         wide = torch.promote_types(a_TH.dtype, torch.float32)
-        return -self.A_log.to(wide).exp() * F.softplus(a_TH.to(wide) + self.dt_bias.to(wide))
+        return -self.A_log.to(wide).exp() * softplus(a_TH.to(wide) + self.dt_bias.to(wide), self.numerics)
 
     def _gate(self, out_THv: Tensor, z_THv: Tensor) -> Tensor:
         wide = torch.promote_types(z_THv.dtype, torch.float32)
-        normed_THv = F.rms_norm(out_THv.to(wide), self.norm.shape, self.norm.weight.to(wide), self.norm.eps)
-        return (normed_THv * F.silu(z_THv.to(wide))).to(z_THv.dtype)
-
-
-def normalize_heads(x_TGk: Tensor) -> Tensor:
-    """L2-normalize each head's vector, in float32."""
-    x_TGk = x_TGk.to(torch.promote_types(x_TGk.dtype, torch.float32))
-    return x_TGk * torch.rsqrt(x_TGk.square().sum(-1, keepdim=True) + _UNIT_EPS)
+        normed_THv = wide_rms_norm(out_THv, self.norm.weight, self.norm.eps, self.numerics)
+        return (normed_THv * silu(z_THv.to(wide), self.numerics)).to(z_THv.dtype)

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from miles.kernels.batch_invariant import recurrent_scan as invariant_scan
 from miles.kernels.linear_attention.causal_conv1d import causal_conv1d
 from miles.kernels.linear_attention.kimi_delta_rule import kimi_delta_rule
 from miles.kernels.numerics import Numerics
 from miles.models.layers.attention_backend import AttentionBackend
-from miles.models.layers.gated_deltanet import normalize_heads
 from miles.models.layers.linear import Linear
 from miles.models.layers.norm import RMSNorm
+from miles.models.layers.recurrent_ops import normalize_heads, sigmoid, silu, softplus, wide_rms_norm
 from miles.models.layers.recurrent_scan import scan_tokens
 from miles.models.layers.rope import Positions
 from miles.models.spec import DecoderSpec, KimiDeltaSpec
@@ -41,7 +41,7 @@ class KimiDeltaAttention(nn.Module):
         numerics: Numerics,
     ) -> None:
         super().__init__()
-        self.layer, self.spec = layer, spec
+        self.layer, self.spec, self.numerics = layer, spec, numerics
         factory = {"device": device, "dtype": dtype}
         layer_factory: dict[str, Any] = {**factory, "bias": False, "numerics": numerics}
         width, inner = model.hidden_size, spec.num_heads * spec.head_dim
@@ -59,7 +59,7 @@ class KimiDeltaAttention(nn.Module):
 
     def forward(self, x_TD: Tensor, positions: Positions, attn_backend: AttentionBackend) -> Tensor:
         log_decay_THd = self._log_decay(self.f_b(self.f_a(x_TD)))
-        inputs_T = (self.qkv(x_TD), log_decay_THd, self.b(x_TD).sigmoid())
+        inputs_T = (self.qkv(x_TD), log_decay_THd, sigmoid(self.b(x_TD), self.numerics))
         out_THd = scan_tokens(attn_backend.recurrent_state(self.layer), self._scan, inputs_T)
         gate_THd = self.g_b(self.g_a(x_TD)).view(out_THd.shape)
         return self.output(self._gate(out_THd, gate_THd).flatten(1))
@@ -70,21 +70,21 @@ class KimiDeltaAttention(nn.Module):
         """Convolve and apply the delta rule, from the convolution's last inputs and the matrix of each head."""
         qkv_TC, log_decay_THd, beta_TH = inputs_T
         inputs, state = (None, None) if before is None else before
-        qkv_TC, inputs = causal_conv1d(qkv_TC, self.conv.squeeze(1), None, lengths, inputs)
-        q_THd, k_THd, v_THd = F.silu(qkv_TC).unflatten(-1, (3, -1, self.spec.head_dim)).unbind(1)
+        qkv_TC, inputs = causal_conv1d(qkv_TC, self.conv.squeeze(1), None, lengths, inputs, numerics=self.numerics)
+        q_THd, k_THd, v_THd = silu(qkv_TC, self.numerics).unflatten(-1, (3, -1, self.spec.head_dim)).unbind(1)
         scale = self.spec.head_dim**-0.5
-        out_THd, state = kimi_delta_rule(
-            normalize_heads(q_THd) * scale, normalize_heads(k_THd), v_THd, log_decay_THd, beta_TH, lengths, state
-        )
+        q_THd, k_THd = normalize_heads(q_THd, self.numerics) * scale, normalize_heads(k_THd, self.numerics)
+        rule = invariant_scan.kimi_delta_rule if self.numerics.batch_invariant else kimi_delta_rule
+        out_THd, state = rule(q_THd, k_THd, v_THd, log_decay_THd, beta_TH, lengths, state)
         return out_THd, None if inputs is None or state is None else (inputs, state)
 
     def _log_decay(self, f_TX: Tensor) -> Tensor:
         """Compute the logarithm of each channel's decay, in float32 because it is exponentiated again."""
         wide = torch.promote_types(f_TX.dtype, torch.float32)
-        step_THd = F.softplus(f_TX.to(wide) + self.dt_bias.to(wide)).unflatten(-1, (-1, self.spec.head_dim))
-        return -self.A_log.view(-1, 1).to(wide).exp() * step_THd
+        step_TX = softplus(f_TX.to(wide) + self.dt_bias.to(wide), self.numerics)
+        return -self.A_log.view(-1, 1).to(wide).exp() * step_TX.unflatten(-1, (-1, self.spec.head_dim))
 
     def _gate(self, out_THd: Tensor, gate_THd: Tensor) -> Tensor:
         wide = torch.promote_types(gate_THd.dtype, torch.float32)
-        normed_THd = F.rms_norm(out_THd.to(wide), self.norm.shape, self.norm.weight.to(wide), self.norm.eps)
-        return (normed_THd * gate_THd.to(wide).sigmoid()).to(gate_THd.dtype)
+        normed_THd = wide_rms_norm(out_THd, self.norm.weight, self.norm.eps, self.numerics)
+        return (normed_THd * sigmoid(gate_THd.to(wide), self.numerics)).to(gate_THd.dtype)

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from miles.kernels.batch_invariant import recurrent_scan as invariant_scan
 from miles.kernels.linear_attention.causal_conv1d import causal_conv1d
 from miles.kernels.linear_attention.mamba2_ssd import mamba2_ssd
 from miles.kernels.numerics import Numerics
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.linear import Linear
 from miles.models.layers.norm import RMSNorm
+from miles.models.layers.recurrent_ops import silu, softplus, wide_rms_norm
 from miles.models.layers.recurrent_scan import scan_tokens
 from miles.models.layers.rope import Positions
 from miles.models.spec import DecoderSpec, MambaSpec
@@ -38,7 +39,7 @@ class Mamba2(nn.Module):
         numerics: Numerics,
     ) -> None:
         super().__init__()
-        self.layer, self.spec = layer, spec
+        self.layer, self.spec, self.numerics = layer, spec, numerics
         factory = {"device": device, "dtype": dtype}
         layer_factory: dict[str, Any] = {**factory, "numerics": numerics}
         inner, both = spec.num_heads * spec.head_dim, spec.groups * spec.state_dim
@@ -66,10 +67,13 @@ class Mamba2(nn.Module):
         xbc_TC, dt_TH = inputs_T
         inputs, state = (None, None) if before is None else before
         spec, wide = self.spec, torch.promote_types(xbc_TC.dtype, torch.float32)
-        xbc_TC, inputs = causal_conv1d(xbc_TC, self.conv.squeeze(1), self.conv_bias, lengths, inputs)
-        x_TI, b_TX, c_TX = F.silu(xbc_TC).split(self.sizes, dim=-1)
-        dt_TH = F.softplus(dt_TH.to(wide) + self.dt_bias.to(wide)).clamp(*spec.step_limit)
-        y_THp, state = mamba2_ssd(
+        xbc_TC, inputs = causal_conv1d(
+            xbc_TC, self.conv.squeeze(1), self.conv_bias, lengths, inputs, numerics=self.numerics
+        )
+        x_TI, b_TX, c_TX = silu(xbc_TC, self.numerics).split(self.sizes, dim=-1)
+        dt_TH = softplus(dt_TH.to(wide) + self.dt_bias.to(wide), self.numerics).clamp(*spec.step_limit)
+        ssd = invariant_scan.mamba2_ssd if self.numerics.batch_invariant else mamba2_ssd
+        y_THp, state = ssd(
             x_TI.unflatten(-1, (-1, spec.head_dim)),
             dt_TH,
             -self.A_log.to(wide).exp(),
@@ -84,6 +88,7 @@ class Mamba2(nn.Module):
     def _gate(self, y_TI: Tensor, z_TI: Tensor) -> Tensor:
         """Gate first, then normalize within each group."""
         wide = torch.promote_types(z_TI.dtype, torch.float32)
-        gated_TGi = (y_TI.to(wide) * F.silu(z_TI.to(wide))).unflatten(-1, (self.spec.groups, -1))
-        normed_TI = F.rms_norm(gated_TGi, gated_TGi.shape[-1:], None, self.norm.eps).flatten(-2)
+        gated_TI = y_TI.to(wide) * silu(z_TI.to(wide), self.numerics)
+        gated_TGi = gated_TI.unflatten(-1, (self.spec.groups, -1))
+        normed_TI = wide_rms_norm(gated_TGi, None, self.norm.eps, self.numerics).flatten(-2)
         return (normed_TI * self.norm.weight.to(wide)).to(z_TI.dtype)

@@ -34,7 +34,7 @@ class ShortConv(nn.Module):
         numerics: Numerics,
     ) -> None:
         super().__init__()
-        self.layer, self.spec = layer, spec
+        self.layer, self.spec, self.numerics = layer, spec, numerics
         factory = {"device": device, "dtype": dtype}
         layer_factory: dict[str, Any] = {**factory, "numerics": numerics}
         self.input = Linear(model.hidden_size, 3 * spec.channels, bias=spec.bias, **layer_factory)
@@ -53,5 +53,5 @@ class ShortConv(nn.Module):
         """Convolve, from the convolution's last inputs."""
         (x_TC,) = inputs_T
         earlier = None if before is None else before[0]
-        y_TC, last = causal_conv1d(x_TC, self.conv.squeeze(1), self.conv_bias, lengths, earlier)
+        y_TC, last = causal_conv1d(x_TC, self.conv.squeeze(1), self.conv_bias, lengths, earlier, numerics=self.numerics)
         return y_TC, None if last is None else (last,)

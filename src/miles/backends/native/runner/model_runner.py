@@ -44,6 +44,7 @@ from miles.kernels.attention.paged import (
     PagedAttentionBackend,
     PagedKVCache,
     RecurrentStatePool,
+    StepStates,
     build_attention_metadata,
 )
 from miles.kernels.batch_invariant.logprob import compute_target_logprobs
@@ -451,6 +452,11 @@ class ModelRunner:
         assert self._cache is not None
         if self._gpu is not None:
             return self._gpu.build_attention(batch, positions_T, self._cache)
+        states: StepStates | None = None
+        if self._states is not None:
+            each = batch.draft_states
+            drafts = None if each is None else (each.reads_B, each.writes_B, each.depths_B)
+            states = self._states.select(batch.req_slots_B, batch.starts_B, batch.counts_B, drafts)
         if self.numerics.batch_invariant:
             return BatchInvariantPagedBackend(
                 self._cache,
@@ -459,6 +465,7 @@ class ModelRunner:
                 batch.block_table_BM,
                 self._page_size,
                 visible_ends_T=batch.visible_ends_T,
+                states=states,
             )
         _, metadata = build_attention_metadata(
             batch.starts_B,
@@ -469,11 +476,6 @@ class ModelRunner:
             dtype=self.dtype,
             visible_ends_T=batch.visible_ends_T,
         )
-        if self._states is None:
-            return PagedAttentionBackend(self._cache, metadata)
-        each = batch.draft_states
-        drafts = None if each is None else (each.reads_B, each.writes_B, each.depths_B)
-        states = self._states.select(batch.req_slots_B, batch.starts_B, batch.counts_B, drafts)
         return PagedAttentionBackend(self._cache, metadata, states)
 
     def _compute_logits(self, hidden_RD: Tensor) -> Tensor:
