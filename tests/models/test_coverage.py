@@ -40,6 +40,7 @@ from tests.models.vision.small_vision import (
 )
 from tests.models.vision.small_vision import assemble as assemble_vision
 
+from miles.kernels.activation_kinds import is_limited
 from miles.models.checkpoint import hf
 from miles.models.families import spec_from_config
 from miles.models.families.registry import FAMILIES
@@ -64,6 +65,7 @@ RAGGED = (7, 1, 30, 3, 12, 12, 90)
 SAME = {
     "kimi_k2": "deepseek_v3",
     "mimo": "qwen2",
+    "step3p5": "step3p7",
 }
 RECURRENT = {
     GatedDeltaNetSpec: "gated delta network",
@@ -107,6 +109,7 @@ def made_of(layer: LayerSpec) -> Iterator[str]:
             "sinks": mixer.sinks,
             "soft-cap": mixer.softcap,
             "output gate": mixer.gated,
+            "gate of each head": mixer.head_gate,
             "q-k norm": mixer.qk_norm != "none",
             "no positions": mixer.rope is None,
             "partial rotary": mixer.rope is not None and mixer.rope.dim not in (None, mixer.head_dim),
@@ -124,7 +127,8 @@ def made_of(layer: LayerSpec) -> Iterator[str]:
     if isinstance(ffn, MoeSpec):
         yield f"{ffn.score} experts"
         named = {"expert groups": ffn.groups > 1, "correction bias": ffn.correction, "shared expert": ffn.shared}
-        named |= {"latent experts": ffn.latent, "clamped gate": ffn.activation == "swiglu_clamped"}
+        clamped = ffn.activation == "swiglu_clamped" or is_limited(ffn.activation)
+        named |= {"latent experts": ffn.latent, "clamped gate": clamped}
         yield from (name for name, there in named.items() if there)
     elif isinstance(ffn, MlpSpec) and not ffn.gated:
         yield "plain MLP"

@@ -29,6 +29,7 @@ MECHANISMS = [
     "glm-4.5",
     "gpt-oss",
     "llama 4",
+    "step 3.7",
     "hybrid qwen3 next",
     "hybrid nemotron h",
     "hybrid kimi linear",

@@ -31,6 +31,7 @@ Rows = tuple[int, int, int]
 # Their outputs select, gate or scale: few rows, each with a meaning of its own.
 _NARROW = (
     "router.weight",
+    "attention.gate.weight",
     "delta.ba.weight",
     "kda.b.weight",
     "kda.A_log",

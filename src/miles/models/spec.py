@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from miles.kernels.activation_kinds import ActivationKind
 from miles.models.vision.spec import VisionSpec
 from miles.precision.formats import QuantizationSpec
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
-Activation = Literal["silu", "gelu_tanh", "relu2", "swiglu_clamped"]
+Activation = ActivationKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +79,13 @@ class AttentionSpec:
     ``rope`` None is a layer without position embedding. ``qk_norm`` is the QK-norm before RoPE: per head, or over all
     heads; ``head_after_rope`` is per head and after RoPE, ``unit`` the same without weights. ``window`` is the sliding
     window, the token itself included; ``chunk`` restricts attention to blocks of positions. ``scale`` None is
-    ``head_dim ** -0.5``. ``gated`` multiplies the output by a sigmoid gate from the query projection. ``temperature``
-    (floor, slope and, if not one, how many positions ahead of a multiple of the floor) scales queries with their
-    position. ``value_norm`` normalizes the values of each head, without weights. ``value_from_key``: there is no value
-    projection, and values are projected keys, before their norm and RoPE. ``ignores_spans``: tokens of an image attend
-    causally in this layer, in a model where they attend in both directions elsewhere. ``kv_source`` is the earlier
-    layer whose keys and values this layer attends to, after their norm and RoPE; it then projects queries only.
+    ``head_dim ** -0.5``. ``gated`` multiplies the output by a sigmoid gate from the query projection; ``head_gate`` by
+    one number for each head, from a projection of its own. ``temperature`` (floor, slope and, if not one, how many
+    positions ahead of a multiple of the floor) scales queries with their position. ``value_norm`` normalizes the values
+    of each head, without weights. ``value_from_key``: there is no value projection, and values are projected keys,
+    before their norm and RoPE. ``ignores_spans``: tokens of an image attend causally in this layer, in a model where
+    they attend in both directions elsewhere. ``kv_source`` is the earlier layer whose keys and values this layer
+    attends to, after their norm and RoPE; it then projects queries only.
     """
 
     num_heads: int
@@ -99,6 +101,7 @@ class AttentionSpec:
     sinks: bool = False
     scale: float | None = None
     gated: bool = False
+    head_gate: bool = False
     temperature: tuple[float, float] | tuple[float, float, float] | None = None
     value_norm: bool = False
     value_from_key: bool = False
@@ -106,12 +109,13 @@ class AttentionSpec:
     kv_source: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kv_source is not None and (self.gated or self.qk_norm not in ("none", "head") or self.temperature):
+        is_gated = self.gated or self.head_gate
+        if self.kv_source is not None and (is_gated or self.qk_norm not in ("none", "head") or self.temperature):
             raise ValueError("attention to another layer's keys and values has no gate, and at most QK-norm per head")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} key-value heads")
-        if self.gated and self.value_from_key:
-            raise ValueError("attention whose values are its keys has no gate")
+        if self.gated and (self.value_from_key or self.head_gate):
+            raise ValueError("attention whose values are its keys, or with a gate for each head, has no other gate")
         if self.rope is not None and (self.rope.dim or self.head_dim) % 2:
             raise ValueError(f"RoPE needs an even number of channels, not {self.rope.dim or self.head_dim}")
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from miles.kernels.activation_kinds import is_limited
 from miles.models.accounting.linear_inputs import LayerAdapters, saved_input_bytes
 from miles.models.accounting.params import CHUNK
 from miles.models.accounting.quantize_workspace import quantize_workspace_bytes
@@ -86,7 +87,7 @@ class _SavedBytes:
             saved = 3 * queries if spec.qk_norm == "head" and not self.frozen else 2 * queries
             return self.numbers(saved) + self._attention_output(spec.num_heads, queries)
         own_values = spec.value_norm or spec.value_from_key
-        is_plain = not (spec.gated or own_values) and spec.temperature is None
+        is_plain = not (spec.gated or spec.head_gate or own_values) and spec.temperature is None
         if self.triton_training and is_plain and spec.qk_norm in ("none", "head"):
             # Queries, keys and values as attention takes them, and the projection output if QK-norm needs it.
             made = 2 if spec.qk_norm == "head" else 1
@@ -94,6 +95,8 @@ class _SavedBytes:
         total = self.numbers(queries * (2 if spec.gated else 1) + 2 * keys)
         if spec.gated:
             total += self.numbers(both + 3 * queries)
+        if spec.head_gate:
+            total += self.numbers(queries + spec.num_heads)
         if spec.qk_norm != "none" and not self.frozen:
             total += self.numbers(both) * (2 if self.offset and self.size < 4 else 1)
         if spec.rope is not None:  # a norm behind it saves what is rotated, beside its own output
@@ -154,7 +157,7 @@ class _SavedBytes:
 
     def _inner(self, spec: MlpSpec | MoeSpec) -> int:
         """What an MLP (or an expert) saves between its two projections; the clamped SwiGLU is one function."""
-        if spec.activation == "swiglu_clamped" or (spec.gated and self.triton_training):
+        if spec.activation == "swiglu_clamped" or is_limited(spec.activation) or (spec.gated and self.triton_training):
             return 3 * spec.size
         return spec.size * (4 if spec.gated else 2)
 
@@ -260,6 +263,7 @@ def _mixer_outputs(mixer: Mixer | None, width: int) -> _Outputs:
             queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
             keys = 0 if mixer.kv_source is not None else keys
             linear = queries * (2 if mixer.gated else 1) + keys * (1 if mixer.value_from_key else 2) + width
+            linear += mixer.num_heads if mixer.head_gate else 0
             return _Outputs(queries, linear, 0.0, 4.0 * mixer.num_heads)
         case MlaSpec():
             linear = (mixer.query_rank or 0) + mixer.num_heads * mixer.head_dim + mixer.kv_rank + mixer.rope_dim

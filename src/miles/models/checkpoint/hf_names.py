@@ -52,6 +52,7 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "q_norm": "q_norm",
         "k_norm": "k_norm",
         "sinks": "sinks",
+        "head_gate": "g_proj",
         "q_a": "q_a_proj",
         "q_a_norm": "q_a_layernorm",
         "q_b": "q_b_proj",
@@ -99,6 +100,7 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "expert_up": "up_proj",
         "expert_down": "down_proj",
         "experts_gate_up": "experts.gate_up_proj",
+        "experts_gate": "experts.gate_proj",
         "experts_up": "experts.up_proj",
         "experts_down": "experts.down_proj",
         "experts_gate_up_bias": "experts.gate_up_proj_bias",
@@ -128,6 +130,8 @@ def map_attention(spec: AttentionSpec, width: int, module: ModuleNames) -> Param
         params |= module.tensor("q_norm.weight", "q_norm", (spec.head_dim if per_head else queries,))
         if spec.kv_source is None:
             params |= module.tensor("k_norm.weight", "k_norm", (spec.head_dim if per_head else keys,))
+    if spec.head_gate:
+        params |= module.linear("gate", {"head_gate": spec.num_heads}, width, bias=False)
     if spec.sinks:
         params |= module.tensor("sinks", "sinks", (spec.num_heads,), suffix="")
     return params
@@ -260,8 +264,18 @@ def map_moe(spec: MoeSpec, width: int, module: ModuleNames) -> ParamMap:
 
 
 def _map_stacked_experts(spec: MoeSpec, name: str, shape: tuple[int, int, int], module: ModuleNames) -> ParamMap:
-    """One tensor for all experts; the role ``stacked`` is ``transposed`` if inputs come before outputs in it."""
+    """One tensor for all experts; the role ``stacked`` is ``transposed`` if inputs come before outputs in it, and
+    ``separate`` if gates and ups are two tensors.
+    """
     count, rows, inner = shape
+    if module.names["stacked"] == "separate":
+        assert spec.gated and not spec.expert_bias, "no family stores such experts without gates or with biases"
+        gates, ups = (module.hf_name(f"experts_{key}", "") for key in ("gate", "up"))
+        half = (count, spec.size, inner)
+        first = HfSlice(gates, half, 0, count, matrix_rows=(0, spec.size))
+        second = HfSlice(ups, half, 0, count, matrix_rows=(spec.size, rows))
+        params: ParamMap = {f"{module.prefix}.{name}": (first, second)}
+        return params | module.tensor("down", "experts_down", (count, inner, spec.size), suffix="")
     transposed = module.names["stacked"] == "transposed"
     params = module.tensor(name, f"experts_{name}", shape, suffix="", transposed=transposed)
     params |= module.tensor("down", "experts_down", (count, inner, spec.size), suffix="", transposed=transposed)

@@ -35,6 +35,7 @@ from miles.models.families import (
     qwen3_next,
     qwen_vl,
     smollm3,
+    step3p5,
 )
 from miles.models.families.base import ModelFamily
 from miles.models.spec import DecoderSpec
@@ -68,6 +69,7 @@ _MODULES = (
     qwen3_next,
     qwen_vl,
     smollm3,
+    step3p5,
 )
 FAMILIES: tuple[ModelFamily, ...] = tuple(family for module in _MODULES for family in module.FAMILIES)
 

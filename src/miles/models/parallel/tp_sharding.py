@@ -378,6 +378,8 @@ def _attention(spec: AttentionSpec) -> TpShards:
         out["q_norm.weight"] = _REPLICATED if each else _row_shard(queries)
         if spec.kv_source is None:
             out["k_norm.weight"] = _REPLICATED if each else _row_shard(keys)
+    if spec.head_gate:
+        out |= _column_parallel("gate", _row_shard(ShardSegment(spec.num_heads)), bias=False)
     if spec.sinks:
         out["sinks"] = _row_shard(ShardSegment(spec.num_heads))
     return out
