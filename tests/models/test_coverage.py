@@ -119,7 +119,8 @@ def made_of(layer: LayerSpec) -> Iterator[str]:
             yield mixer.rope.kind
     elif isinstance(mixer, MlaSpec):
         yield "latent attention"
-        yield from ("indexer",) if mixer.indexer is not None else ()
+        if mixer.indexer is not None:
+            yield "indexer" if mixer.indexer.pool == 1 else "indexer of pools"
         kind = "no positions" if mixer.rope is None else mixer.rope.kind
         yield from (kind,) if kind != "default" else ()
     elif mixer is not None:
@@ -134,6 +135,8 @@ def made_of(layer: LayerSpec) -> Iterator[str]:
         yield "plain MLP"
     if layer.post_norms:
         yield "norms on both sides"
+    if layer.hyper is not None:
+        yield "hyper-connections"
 
 
 def tower_of(spec: DecoderSpec) -> Iterator[str]:

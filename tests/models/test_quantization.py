@@ -33,6 +33,7 @@ MECHANISMS = [
     "hybrid qwen3 next",
     "hybrid nemotron h",
     "hybrid kimi linear",
+    "hybrid glm 5.3 flash",
 ]
 
 

@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "hybrid nemotron 3": {},
     "lfm2": {},
     "hybrid kimi linear": {},
+    "hybrid glm 5.3 flash": {"index_topk": 8},
     "glm 5 shared choices": {"index_topk": 4},
 }
 SFT = {"loss_type": "sft_loss"}
@@ -100,6 +101,7 @@ def test_a_step_is_the_one_of_transformers(kind, chunk, loss, algo, tmp_path):
     assert report.metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert distance(weights(trainer), named(reference, tmp_path / "c")) < 1e-5
     corrected = ("deepseek v3", "step 3.7", "hybrid nemotron 3", "hybrid kimi linear", "glm 5 shared choices")
+    corrected += ("hybrid glm 5.3 flash",)
     assert bool(held) == (kind in corrected)
     assert all(torch.equal(trainer.weights()[name], tensor) for name, tensor in held.items())
 

@@ -32,11 +32,14 @@ Rows = tuple[int, int, int]
 _NARROW = (
     "router.weight",
     "attention.gate.weight",
+    "attention_hyper.fn",
+    "mlp_hyper.fn",
     "delta.ba.weight",
     "kda.b.weight",
     "kda.A_log",
     "shared_gate.weight",
     "indexer.weights_proj.weight",
+    "indexer.pool_bias",
 )
 
 _VISION = "vision."

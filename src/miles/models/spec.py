@@ -124,7 +124,8 @@ class AttentionSpec:
 class IndexerSpec:
     """DSA indexer: selects the ``top`` tokens that each token attends to.
 
-    ``source`` is the layer whose selection is reused by a layer without its own indexer.
+    ``source`` is the layer whose selection is reused by a layer without its own indexer. With a ``pool`` above one it
+    selects pools of so many consecutive tokens, and always the tokens behind the last complete one.
     """
 
     num_heads: int
@@ -132,6 +133,11 @@ class IndexerSpec:
     top: int
     rope_interleaved: bool
     source: int | None = None
+    pool: int = 1
+
+    def __post_init__(self) -> None:
+        if self.top % self.pool:
+            raise ValueError(f"{self.top} selected tokens are not a multiple of the {self.pool} of a pool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +147,7 @@ class MlaSpec:
     ``rope_dim`` channels of a head are rotated, ``nope_dim`` are not. ``query_rank`` None projects queries directly.
     ``temperature`` scales queries with their position, as in ``AttentionSpec``.
     ``rope`` None is a layer without position embedding, whose ``rope_dim`` channels of the key are still shared by all
-    heads.
+    heads; there may be none of them. Its indexer has no position embedding either.
     """
 
     num_heads: int
@@ -156,10 +162,6 @@ class MlaSpec:
     norm_eps: float = 1e-6
     indexer: IndexerSpec | None = None
     temperature: tuple[float, float, float] | None = None
-
-    def __post_init__(self) -> None:
-        if self.rope is None and self.indexer is not None:
-            raise ValueError("a DSA indexer needs the RoPE of its layer")
 
     @property
     def head_dim(self) -> int:
@@ -186,12 +188,16 @@ class GatedDeltaNetSpec:
 class KimiDeltaSpec:
     """Kimi Delta Attention (KDA): one state matrix per head, whose rows each decay by a factor of their own.
 
-    Decays and output gates come from projections of rank ``head_dim``.
+    Decays and output gates come from projections of rank ``head_dim``. ``lower_bound`` is the least logarithm of a
+    decay, which is then a sigmoid between it and zero. ``flat_rates``: the checkpoint has the rates of decay (A_log) as
+    a vector.
     """
 
     num_heads: int
     head_dim: int
     kernel: int
+    lower_bound: float | None = None
+    flat_rates: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,11 +291,26 @@ FeedForward = MlpSpec | MoeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HyperConnectionSpec:
+    """Hyper-connections (mHC): ``streams`` residual streams, mixed by matrices of so many Sinkhorn ``iterations``."""
+
+    streams: int
+    iterations: int
+    eps: float
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of a token: to read and to write each stream, and the matrix that mixes them."""
+        return self.streams * (2 + self.streams)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer: a mixer, a feed-forward part, or both; ``post_norms`` also normalizes the output of each.
 
     ``output_scale`` multiplies the residual stream behind the layer by a number of the checkpoint that is not trained.
-    ``per_layer_size`` is the width of the layer's own input (``PerLayerInputSpec``), 0 if it has none.
+    ``per_layer_size`` is the width of the layer's own input (``PerLayerInputSpec``), 0 if it has none. ``hyper`` are
+    the hyper-connections of a decoder with several residual streams.
     """
 
     mixer: Mixer | None
@@ -297,6 +318,11 @@ class LayerSpec:
     post_norms: bool = False
     output_scale: bool = False
     per_layer_size: int = 0
+    hyper: HyperConnectionSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.hyper is not None and (self.post_norms or self.output_scale or self.per_layer_size):
+            raise ValueError("a layer with hyper-connections has no post norms, output scale or input of its own")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,6 +380,8 @@ class DecoderSpec:
 
     def __post_init__(self) -> None:
         self._check_kv_sources()
+        if len({layer.hyper for layer in self.layers}) > 1 or (self.streams > 1 and self.vision is not None):
+            raise ValueError("all layers have the same hyper-connections, in a model without a vision tower")
         if self.vision is None or not self.vision.bidirectional_spans:
             return
         for number, layer in enumerate(self.layers):
@@ -395,6 +423,11 @@ class DecoderSpec:
     def moe(self) -> MoeSpec | None:
         """The first MoE layer's spec, for what all have in common; None for a dense model."""
         return next((layer.ffn for layer in self.layers if isinstance(layer.ffn, MoeSpec)), None)
+
+    @property
+    def streams(self) -> int:
+        """The number of residual streams, which is one unless layers have hyper-connections."""
+        return max((layer.hyper.streams for layer in self.layers if layer.hyper is not None), default=1)
 
     @property
     def recurrent(self) -> bool:

@@ -25,6 +25,7 @@ from miles.models.spec import (
     AttentionSpec,
     DecoderSpec,
     GatedDeltaNetSpec,
+    HyperConnectionSpec,
     KimiDeltaSpec,
     LayerSpec,
     MambaSpec,
@@ -176,8 +177,14 @@ class _SavedBytes:
         """The layer's own input and how it was computed, the gate's input and the activation, and a norm."""
         return self.numbers(width + 7 * size) + self.post_norm(width)
 
+    def hyper_connection(self, spec: HyperConnectionSpec, width: int) -> float:
+        """The streams, the output that joins them, and the weights of a token."""
+        weights = spec.num_weights * (4.0 if self.size == 4 else 4.0 + self.size)
+        return self.numbers((spec.streams + 1) * width) + weights
+
     def layer(self, layer: LayerSpec, width: int) -> float:
         total = self.per_layer_input(layer.per_layer_size, width) if layer.per_layer_size else 0.0
+        total += 0.0 if layer.hyper is None else 2 * self.hyper_connection(layer.hyper, width)
         if layer.mixer is not None:
             total += self.norm(width) + (self.post_norm(width) if layer.post_norms else 0.0)
             match layer.mixer:

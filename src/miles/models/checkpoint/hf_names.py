@@ -32,6 +32,8 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "mlp_norm": "post_attention_layernorm",
         "mlp_post_norm": "post_feedforward_layernorm",
         "output_scale": "layer_scalar",
+        "attention_hyper": "hc_attn",
+        "mlp_hyper": "hc_ffn",
         "per_layer_gate": "per_layer_input_gate",
         "per_layer_projection": "per_layer_projection",
         "per_layer_norm": "post_per_layer_input_norm",
@@ -64,6 +66,8 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "index_k": "wk",
         "index_k_norm": "k_norm",
         "index_weights": "weights_proj",
+        "index_pool_gate": "index_kpool_compress_gate",
+        "index_pool_bias": "index_kpool_compress_ape",
         "delta_qkvz": "in_proj_qkvz",
         "delta_ba": "in_proj_ba",
         "delta_qkv": "in_proj_qkv",
@@ -161,7 +165,11 @@ def _map_indexer(spec: IndexerSpec, rank: int, width: int, module: ModuleNames) 
     params |= module.linear("wk", {"index_k": spec.head_dim}, width, bias=False)
     params |= module.tensor("k_norm.weight", "index_k_norm", (spec.head_dim,))
     params |= module.tensor("k_norm.bias", "index_k_norm", (spec.head_dim,), suffix="bias")
-    return params | module.linear("weights_proj", {"index_weights": spec.num_heads}, width, bias=False)
+    params |= module.linear("weights_proj", {"index_weights": spec.num_heads}, width, bias=False)
+    if spec.pool > 1:
+        params |= module.tensor("pool_gate.weight", "index_pool_gate", (spec.head_dim, width), suffix="")
+        params |= module.tensor("pool_bias", "index_pool_bias", (spec.pool, spec.head_dim), suffix="")
+    return params
 
 
 def map_gated_deltanet(spec: GatedDeltaNetSpec, width: int, module: ModuleNames) -> ParamMap:
@@ -195,7 +203,7 @@ def map_kimi_delta(spec: KimiDeltaSpec, width: int, module: ModuleNames) -> Para
     params |= module.linear("f_a", {"kda_f_a": low}, width, bias=False)
     params |= module.linear("f_b", {"kda_f_b": inner}, low, bias=False)
     params |= module.tensor("dt_bias", "dt_bias", (inner,), suffix="")
-    params |= module.tensor("A_log", "a_log", (1, 1, heads, 1), suffix="")
+    params |= module.tensor("A_log", "a_log", (heads,) if spec.flat_rates else (1, 1, heads, 1), suffix="")
     params |= module.linear("b", {"kda_b": heads}, width, bias=False)
     params |= module.linear("g_a", {"kda_g_a": low}, width, bias=False)
     params |= module.linear("g_b", {"kda_g_b": inner}, low, bias=False)
