@@ -118,12 +118,25 @@ PAGES = (
     FamilyPage(
         file="glm",
         title="GLM",
-        families=("glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "glm4v", "glm46v", "glm4v_moe"),
+        families=(
+            "glm",
+            "glm4",
+            "glm4_moe",
+            "glm4_moe_lite",
+            "glm_moe_dsa",
+            "glm5_next",
+            "glm4v",
+            "glm46v",
+            "glm4v_moe",
+        ),
         start="zai-org/GLM-4.5-Air",
         notes=(
             "GLM-4.5 to 4.7 have attention with partial rotary positions; 4.7-Flash and GLM-5 have latent "
             "attention, GLM-5 "
             "with a sparse-attention indexer, which gets no gradient.",
+            "Three of four layers of GLM-5.3-Flash are Kimi Delta Attention, the others latent attention whose indexer "
+            "selects pools of tokens; the layers are joined by hyper-connections. Its text model is trained alone: "
+            "the tensors of the vision tower are kept as they are. " + HYBRID,
             ROUTING,
             IMAGES + " This holds for GLM-4.1V, 4.5V and 4.6V.",
         ),
@@ -176,7 +189,7 @@ PAGES = (
     FamilyPage(
         file="mistral",
         title="Mistral, Mixtral, Ministral, Pixtral",
-        families=("mistral", "ministral", "ministral3", "mistral3", "llava", "mixtral"),
+        families=("mistral", "ministral", "ministral3", "mistral3", "mistral4", "llava", "mixtral"),
         start="mistralai/Mistral-7B-Instruct-v0.3",
         notes=(ROUTING, IMAGES + " This holds for Mistral Small 3.1 and 3.2, Ministral 3 and Pixtral."),
     ),
@@ -213,6 +226,45 @@ PAGES = (
             "SmolLM2-135M-Instruct on sums, with the curve of that run.",
             IMAGES
             + " This holds for SmolVLM, SmolVLM2 and Idefics3; the processor needs `pip install 'miles-rl[vision]'`.",
+        ),
+    ),
+    FamilyPage(
+        file="step",
+        title="Step",
+        families=("step3p5", "step3p7"),
+        start="stepfun-ai/Step-3.5-Flash",
+        notes=(
+            "One layer in four has full attention, the others a window of 512 tokens and more heads; each head has a "
+            "gate. The gates and ups of some layers are limited, as the config says layer by layer.",
+            "The text model of Step-3.7 is trained alone: the tensors of the vision tower and of the MTP layers are "
+            "kept as they are.",
+            ROUTING,
+            "The router's correction bias gets no gradient.",
+        ),
+    ),
+    FamilyPage(
+        file="ernie",
+        title="ERNIE 4.5",
+        families=("ernie4_5", "ernie4_5_moe"),
+        start="baidu/ERNIE-4.5-0.3B-PT",
+        notes=(ROUTING,),
+    ),
+    FamilyPage(
+        file="hunyuan",
+        title="Hunyuan",
+        families=("hunyuan_v1_dense", "hunyuan_v1_moe"),
+        start="tencent/Hunyuan-0.5B-Instruct",
+        notes=(ROUTING,),
+    ),
+    FamilyPage(
+        file="lfm",
+        title="LFM2",
+        families=("lfm2", "lfm2_moe"),
+        start="LiquidAI/LFM2-350M",
+        notes=(
+            "Most layers are gated short convolutions, which keep the last inputs of a sequence and no KV cache.",
+            HYBRID,
+            ROUTING,
         ),
     ),
     FamilyPage(

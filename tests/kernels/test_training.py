@@ -7,6 +7,7 @@ import torch
 from tests.kernels import interpreter  # noqa: F401  loops over numbers read from memory
 from tests.kernels.device import CARD, DEVICE, DTYPES, ROUNDING, apart, needs_triton, random
 
+from miles.kernels.activation_kinds import limited_swiglu
 from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.kernels.fused import activation as activation_module
 from miles.kernels.fused import rms_norm as norm
@@ -20,6 +21,8 @@ from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
 from miles.models.layers import attention as attention_module
 from miles.models.layers.rope import apply_rotary
+
+LIMITED = [limited_swiglu(2.5), limited_swiglu(2.5, behind=True)]
 
 ROWS = [(1, 8), (3, 24), (70, 64), (5, 2560)] + ([(8192, 2560), (16384, 1024), (333, 5120)] if CARD else [])
 
@@ -88,7 +91,7 @@ def test_rows_may_lie_apart_have_more_dimensions_and_be_none(poisoned):
 
 
 @needs_triton
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "relu2", "swiglu_clamped"])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "relu2", "swiglu_clamped", *LIMITED])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 8), (5, 24), (2, 1100)] + ([(16384, 3072), (8192, 9728)] if CARD else []))

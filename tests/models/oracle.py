@@ -33,6 +33,9 @@ def hf_model(kind: str, seed: int = 0, **changes) -> PreTrainedModel:
     wanted = KINDS[kind]
     torch.manual_seed(seed)
     made = wanted.model(wanted.config(**(SMALL | wanted.own | changes)))
+    for module in made.modules():
+        if isinstance(module, torch.nn.Embedding):  # transformers trains no embedding of the padding token
+            module.padding_idx = None
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             noise = torch.randn_like(parameter)
@@ -50,6 +53,12 @@ def hf_model(kind: str, seed: int = 0, **changes) -> PreTrainedModel:
 def saved(model: PreTrainedModel) -> dict[str, Tensor]:
     """A model's tensors as ``save_pretrained`` names and shapes them, which is not how it holds them in memory."""
     return revert_weight_conversion(model, model.state_dict())
+
+
+def used(spec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of ``saved`` tensors that our decoder computes; without a vision tower of which only the text is."""
+    is_unused = find_family(spec.family).is_unused
+    return {name: tensor for name, tensor in tensors.items() if not is_unused(spec, name)}
 
 
 def gradients(model: PreTrainedModel) -> dict[str, Tensor]:

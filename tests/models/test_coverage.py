@@ -40,6 +40,7 @@ from tests.models.vision.small_vision import (
 )
 from tests.models.vision.small_vision import assemble as assemble_vision
 
+from miles.kernels.activation_kinds import is_limited
 from miles.models.checkpoint import hf
 from miles.models.families import spec_from_config
 from miles.models.families.registry import FAMILIES
@@ -64,6 +65,7 @@ RAGGED = (7, 1, 30, 3, 12, 12, 90)
 SAME = {
     "kimi_k2": "deepseek_v3",
     "mimo": "qwen2",
+    "step3p5": "step3p7",
 }
 RECURRENT = {
     GatedDeltaNetSpec: "gated delta network",
@@ -107,6 +109,7 @@ def made_of(layer: LayerSpec) -> Iterator[str]:
             "sinks": mixer.sinks,
             "soft-cap": mixer.softcap,
             "output gate": mixer.gated,
+            "gate of each head": mixer.head_gate,
             "q-k norm": mixer.qk_norm != "none",
             "no positions": mixer.rope is None,
             "partial rotary": mixer.rope is not None and mixer.rope.dim not in (None, mixer.head_dim),
@@ -116,7 +119,8 @@ def made_of(layer: LayerSpec) -> Iterator[str]:
             yield mixer.rope.kind
     elif isinstance(mixer, MlaSpec):
         yield "latent attention"
-        yield from ("indexer",) if mixer.indexer is not None else ()
+        if mixer.indexer is not None:
+            yield "indexer" if mixer.indexer.pool == 1 else "indexer of pools"
         kind = "no positions" if mixer.rope is None else mixer.rope.kind
         yield from (kind,) if kind != "default" else ()
     elif mixer is not None:
@@ -124,12 +128,15 @@ def made_of(layer: LayerSpec) -> Iterator[str]:
     if isinstance(ffn, MoeSpec):
         yield f"{ffn.score} experts"
         named = {"expert groups": ffn.groups > 1, "correction bias": ffn.correction, "shared expert": ffn.shared}
-        named |= {"latent experts": ffn.latent, "clamped gate": ffn.activation == "swiglu_clamped"}
+        clamped = ffn.activation == "swiglu_clamped" or is_limited(ffn.activation)
+        named |= {"latent experts": ffn.latent, "clamped gate": clamped}
         yield from (name for name, there in named.items() if there)
     elif isinstance(ffn, MlpSpec) and not ffn.gated:
         yield "plain MLP"
     if layer.post_norms:
         yield "norms on both sides"
+    if layer.hyper is not None:
+        yield "hyper-connections"
 
 
 def tower_of(spec: DecoderSpec) -> Iterator[str]:

@@ -90,7 +90,7 @@ def test_loading_holds_no_more_than_one_tensor_beside_the_parameters(tmp_path):
 
 # -- slices -----------------------------------------------------------------------------------
 
-CUT = ["qwen3 moe", "qwen2 tied", "llama linear rope and biases", "llama 4", "deepseek v3"]
+CUT = ["qwen3 moe", "qwen2 tied", "llama linear rope and biases", "llama 4", "deepseek v3", "step 3.7"]
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,13 @@
 """What the families with experts read from configs as they are published, and what they refuse."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.models.oracle import hf_logits, our_logits, relative, tokens_of, twin
-from tests.models.small_families.moe import KINDS, LLAMA4, LLAMA4_ROPE
+from tests.models.small_families.moe import KINDS, LLAMA4, LLAMA4_ROPE, STEP_TOWER
 from tests.models.small_families.small import SMALL
-from transformers import Llama4Config, Llama4ForConditionalGeneration
+from transformers import Llama4Config, Llama4ForConditionalGeneration, Step3p7Config
 
 from miles.core.errors import UsageError
 from miles.models.checkpoint import hf, param_map
@@ -73,6 +75,75 @@ def test_ernie_leaves_its_own_layer_that_guesses_ahead_alone():
     spec = spec_from_config(config_like("ernie 4.5 moe"))
     assert param_map.is_ignorable(spec, "model.mtp_block.0.self_attn.q_proj.weight")
     assert not param_map.is_ignorable(spec, "model.layers.3.self_attn.q_proj.weight")
+
+
+def publish_step(text):
+    """The text config of a Step model as StepFun publishes it: other names, lists with a layer that guesses ahead."""
+    ropes = [text["rope_parameters"][kind] for kind in (*text["layer_types"], "full_attention")]
+    full = text["rope_parameters"]["full_attention"]
+    gone = ("num_key_value_heads", "n_routed_experts", "num_experts_per_tok", "num_sliding_attention_heads")
+    return without(text, *gone, "rope_parameters", "mlp_layer_types", "query_pre_attn_scalar", "per_layer_config") | {
+        "num_nextn_predict_layers": 1,
+        "num_attention_groups": text["num_key_value_heads"],
+        "moe_num_experts": text["n_routed_experts"],
+        "moe_top_k": text["num_experts_per_tok"],
+        "attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 2, "head_dim": 16},
+        "layer_types": [*text["layer_types"], "full_attention"],
+        "moe_layers_enum": "1,2,3",
+        "swiglu_limits": [*text["swiglu_limits"], 0.0],
+        "swiglu_limits_shared": [*text["swiglu_limits_shared"], 0.0],
+        "rope_theta": [rope["rope_theta"] for rope in ropes],
+        "partial_rotary_factors": [rope.get("partial_rotary_factor", 1.0) for rope in ropes],
+        "rope_scaling": without(full, "rope_theta", "partial_rotary_factor"),
+        "yarn_only_types": ["full_attention"],
+        "use_rope_layers": [],
+        "use_head_wise_attn_gate": True,
+        "zero_centered": True,
+    }
+
+
+def test_step_reads_its_published_configs_as_transformers_does():
+    config = config_like("step 3.7")
+    published = publish_step(config["text_config"])
+    outer = {"architectures": config["architectures"], "text_config": published}
+    ours = spec_from_config(outer)
+    theirs = Step3p7Config(text_config=dict(published), vision_config=dict(STEP_TOWER)).to_dict()
+    # transformers writes the default of the scale, which it leaves to the size of a head.
+    layers = [replace(x, mixer=replace(x.mixer, scale=16**-0.5)) for x in ours.layers]
+    assert replace(ours, layers=tuple(layers)) == spec_from_config(theirs | {"architectures": config["architectures"]})
+    assert replace(ours, layers=tuple(layers)) == spec_from_config(config)
+    alone = spec_from_config(published | {"architectures": ["Step3p5ForCausalLM"]})
+    assert replace(alone, family="step3p7") == ours
+    assert [layer.mixer.num_heads for layer in ours.layers] == [4, 6, 6, 4]
+    assert [layer.mixer.rope.dim for layer in ours.layers] == [8, None, None, 8]
+
+
+def test_step_leaves_its_tower_and_the_layers_that_guess_ahead_alone():
+    spec = spec_from_config(config_like("step 3.7"))
+    assert param_map.is_ignorable(spec, "model.layers.4.self_attn.q_proj.weight")
+    assert param_map.is_ignorable(spec, "vision_model.conv1.weight")
+    assert not param_map.is_ignorable(spec, "model.layers.3.share_expert.bias")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("swiglu_limits", [1.0, 2.0]),
+        ("swiglu_limits_shared", [-1.0] * 4),
+        ("moe_router_activation", "softmax"),
+        ("use_rope_layers", [True, False]),
+        ("use_head_wise_attn_gate", False),
+        ("zero_centered", False),
+        ("num_sliding_attention_heads", 5),
+        ("attention_other_setting", {"head_dim": 8}),
+        ("moe_layers_enum", "1,two"),
+    ],
+)
+def test_what_step_does_not_do_is_refused_by_the_name_of_its_key(key, value):
+    config = config_like("step 3.7")
+    text = without(config["text_config"], "mlp_layer_types") | {key: value}
+    with pytest.raises(UsageError, match=rf"^{key}(\.head_dim)? of config\.json "):
+        spec_from_config(config | {"text_config": text})
 
 
 @pytest.mark.parametrize(

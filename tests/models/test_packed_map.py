@@ -14,8 +14,11 @@ from miles.models.packing import pack_params
 from miles.precision.formats import FORMATS, QuantizationSpec
 from miles.sync.manifest import compute_digests
 
-KINDS = ("qwen3", "qwen3 moe", "gpt-oss", "phi3")
-MOE_SIZES = {"qwen3 moe": {"moe_intermediate_size": 32}}
+KINDS = ("qwen3", "qwen3 moe", "gpt-oss", "step 3.7", "phi3")
+MOE_SIZES = {
+    "qwen3 moe": {"moe_intermediate_size": 32},
+    "step 3.7": {"moe_intermediate_size": 32, "share_expert_dim": 32, "head_dim": 16},
+}
 NAMES = ("fp8", "fp8_channel", "fp8_tensor", "mxfp8", "nvfp4", "int8", "int4_g32_asym")
 
 

@@ -29,9 +29,11 @@ MECHANISMS = [
     "glm-4.5",
     "gpt-oss",
     "llama 4",
+    "step 3.7",
     "hybrid qwen3 next",
     "hybrid nemotron h",
     "hybrid kimi linear",
+    "hybrid glm 5.3 flash",
 ]
 
 

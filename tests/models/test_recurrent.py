@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tests.models.oracle import KINDS, hf_logits, hf_model, our_logits, relative, tokens_of, twin
-from tests.models.small_families.recurrent import DELTA, LFM2, LFM2_MOE, MOE, MROPE, NEMOTRON
+from tests.models.small_families.recurrent import (
+    DELTA,
+    GLM5_NEXT,
+    LFM2,
+    LFM2_MOE,
+    MOE,
+    MROPE,
+    NEMOTRON,
+    glm5_next_config,
+)
 from tests.models.small_families.small import SMALL
 from tests.tiers import examples
 from transformers import (
@@ -28,7 +37,7 @@ from miles.kernels.numerics import FAST
 from miles.models.accounting import params
 from miles.models.accounting.known_models import load_known_models
 from miles.models.accounting.kv_cache import PerSequenceState, cache_layout
-from miles.models.checkpoint import hf, safetensors_io
+from miles.models.checkpoint import hf, param_map, safetensors_io
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
 from miles.models.layers.rope import Positions
@@ -82,6 +91,7 @@ MIXED = [
     "hybrid nemotron h",
     "hybrid nemotron 3",
     "hybrid kimi linear",
+    "hybrid glm 5.3 flash",
     "lfm2 untied with biases, longer convolution",
     "lfm2 moe",
 ]
@@ -430,6 +440,50 @@ def test_a_variant_of_kimi_delta_attention_that_is_not_implemented_is_refused():
     linear = KIMI_LINEAR_48B["linear_attn_config"] | {"use_full_rank_gate": True}
     with pytest.raises(UsageError, match=r"^linear_attn_config\.use_full_rank_gate of config\.json is True"):
         spec_from_config(KIMI_LINEAR_48B | {"linear_attn_config": linear})
+
+
+def glm5_next_like(**changes):
+    """The config of a small GLM-5.3 as transformers writes it, with changes of its text model."""
+    config = glm5_next_config(**(SMALL | GLM5_NEXT)).to_dict() | {"architectures": ["Glm5NextForConditionalGeneration"]}
+    return config | {"text_config": config["text_config"] | changes}
+
+
+def test_glm_5_3_reads_the_older_names_of_its_layers_and_of_linear_attention():
+    spec = spec_from_config(glm5_next_like())
+    assert isinstance(spec.layers[0].mixer, KimiDeltaSpec) and spec.layers[0].mixer.lower_bound == -5.0
+    assert spec.layers[1].mixer.indexer.pool == 4 and spec.layers[1].mixer.rope is None
+    assert spec.streams == 3 and spec.layers[0].hyper.iterations == 4
+    older = glm5_next_like(layer_types=["linear_attention", "full_attention"] * 2)
+    assert spec_from_config(older) == spec
+    group = {"head_dim": 8, "num_heads": 2, "short_conv_kernel_size": 4, "gate_lower_bound": -3.0}
+    bound = spec_from_config(glm5_next_like(linear_attn_config=group)).layers[0].mixer
+    assert bound == replace(spec.layers[0].mixer, lower_bound=-3.0)
+
+
+def test_glm_5_3_leaves_its_tower_and_the_layers_that_guess_ahead_alone():
+    spec = spec_from_config(glm5_next_like())
+    assert param_map.is_ignorable(spec, "model.visual.patch_embed.proj.weight")
+    assert param_map.is_ignorable(spec, "model.language_model.layers.4.eh_proj.weight")
+    assert not param_map.is_ignorable(spec, "model.language_model.layers.3.eh_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("qk_rope_head_dim", 4),
+        ("q_lora_rank", None),
+        ("index_topk", 13),
+        ("index_kpool_always_select_tail", False),
+        ("swiglu_limit", None),
+        ("linear_lower_bound", 1.0),
+        ("indexer_types", ["full", "shared", "full", "full"]),
+        ("indexer_types", ["full"]),
+        ("layer_types", ["sliding_attention"] * 4),
+    ],
+)
+def test_what_glm_5_3_does_not_do_is_refused_by_the_name_of_its_key(key, value):
+    with pytest.raises(UsageError, match=rf"^{key} of config\.json"):
+        spec_from_config(glm5_next_like(**{key: value}))
 
 
 def test_defaults_left_out_of_a_config_are_those_of_transformers():

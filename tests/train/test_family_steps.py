@@ -17,11 +17,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 4},
     "deepseek v3": {},
     "gpt-oss": {"sliding_window": 4},
+    "step 3.7": {"sliding_window": 4},
     "llama 4": {"attention_chunk_size": 4, "floor_scale": 4, "rope_parameters": None},
     "hybrid qwen3.5": {},
     "hybrid nemotron 3": {},
     "lfm2": {},
     "hybrid kimi linear": {},
+    "hybrid glm 5.3 flash": {"index_topk": 8},
     "glm 5 shared choices": {"index_topk": 4},
 }
 SFT = {"loss_type": "sft_loss"}
@@ -98,7 +100,8 @@ def test_a_step_is_the_one_of_transformers(kind, chunk, loss, algo, tmp_path):
     assert report.metrics["loss"] == pytest.approx(wanted.item(), rel=1e-5, abs=1e-6)
     assert report.metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert distance(weights(trainer), named(reference, tmp_path / "c")) < 1e-5
-    corrected = ("deepseek v3", "hybrid nemotron 3", "hybrid kimi linear", "glm 5 shared choices")
+    corrected = ("deepseek v3", "step 3.7", "hybrid nemotron 3", "hybrid kimi linear", "glm 5 shared choices")
+    corrected += ("hybrid glm 5.3 flash",)
     assert bool(held) == (kind in corrected)
     assert all(torch.equal(trainer.weights()[name], tensor) for name, tensor in held.items())
 

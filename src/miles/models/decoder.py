@@ -19,6 +19,7 @@ from miles.models.hidden_capture import HiddenCapture
 from miles.models.layers.attention import Attention
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.gated_deltanet import GatedDeltaNet
+from miles.models.layers.hyper_connections import HyperConnection
 from miles.models.layers.kimi_delta import KimiDeltaAttention
 from miles.models.layers.linear import Embedding, Linear
 from miles.models.layers.mamba import Mamba2
@@ -101,6 +102,11 @@ class DecoderLayer(nn.Module):
         self.output_scale: nn.Parameter | None = None
         if layer.output_scale:
             self.output_scale = nn.Parameter(torch.empty(1, device=device, dtype=dtype), requires_grad=False)
+        self.attention_hyper: HyperConnection | None = None
+        self.mlp_hyper: HyperConnection | None = None
+        if layer.hyper is not None:
+            self.attention_hyper = HyperConnection(layer.hyper, spec, device=device, dtype=dtype)
+            self.mlp_hyper = HyperConnection(layer.hyper, spec, device=device, dtype=dtype)
         # Tensor parallelism: the output of a mixer or feed-forward part is a partial sum, which ``reduce_from_tp``
         # adds up over the ranks. In training so is the gradient of its input, which ``copy_to_tp`` adds up.
         self.copy_to_tp: Callable[[Tensor], Tensor] | None = None
@@ -131,8 +137,11 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream and the output still to be added to it: the next norm fuses add and norm.
 
-        ``input_TP`` is the layer's own input, if it has one.
+        ``input_TP`` is the layer's own input, if it has one. With hyper-connections the residual stream is several,
+        [T, S, D], to which nothing is still to be added.
         """
+        if self.attention_hyper is not None:
+            return self._run_streams(x_TD, positions, attn_backend, routing), None
         if self.attention_norm is not None:
             x_TD, y_TD = self.attention_norm.add_norm_quantized(x_TD, deferred_TD)
             mixer = self.get_submodule(self._mixer)
@@ -154,6 +163,25 @@ class DecoderLayer(nn.Module):
         if self.output_scale is not None:
             return (x_TD if deferred_TD is None else x_TD + deferred_TD) * self.output_scale, None
         return x_TD, deferred_TD
+
+    def _run_streams(
+        self, x_TSD: Tensor, positions: Positions, attn_backend: AttentionBackend, routing: Routing | None
+    ) -> Tensor:
+        """Return the streams of a layer with hyper-connections."""
+        assert self.attention_hyper is not None and self.mlp_hyper is not None
+        assert self.attention_norm is not None and self.mlp_norm is not None
+        read_TD, mixing = self.attention_hyper(x_TSD)
+        mixer = self.get_submodule(self._mixer)
+        y_TD = self.attention_norm.add_norm_quantized(read_TD, None)[1]
+        out_TD = self._leave_tp(mixer(self._enter_tp(y_TD), positions, attn_backend))
+        x_TSD = self.attention_hyper.join(out_TD, x_TSD, mixing)
+        read_TD, mixing = self.mlp_hyper(x_TSD)
+        y_TD = self.mlp_norm.add_norm_quantized(read_TD, None)[1]
+        if self.mlp is not None:
+            out_TD = self._leave_tp(self.mlp(self._enter_tp(y_TD)))
+        else:
+            out_TD = self._run_moe(read_TD, y_TD, routing)
+        return self.mlp_hyper.join(out_TD, x_TSD, mixing)
 
     def _run_moe(self, x_TD: Tensor, y_TD: Tensor | QuantizedActivation, routing: Routing | None) -> Tensor:
         """Run the experts on the residual stream behind the norm, or on itself if they are beside an MLP."""
@@ -182,7 +210,7 @@ class DecoderLayer(nn.Module):
         moe = self.moe
         if isinstance(attention, Attention) and self.attention_norm is not None:
             self.attention_norm.quantize_to = _fusable_format(attention.qkv.quantized, self.attention_norm)
-            self.attention_norm.keep_wide = attention.qkv.has_adapter
+            self.attention_norm.keep_wide = attention.qkv.has_adapter or attention.gate is not None
         if self.mlp_norm is None:
             return
         if moe is not None and moe.spec.beside_mlp:
@@ -293,6 +321,8 @@ class Decoder(nn.Module):
         inputs_TLP: Tensor | None = None
         if self.per_layer is not None:
             inputs_TLP = self.per_layer(tokens_T, x_TD, None if vision is None else vision.token_I)
+        if self.spec.streams > 1:
+            x_TD = x_TD.unsqueeze(1).expand(-1, self.spec.streams, -1)
         deferred_TD: Tensor | None = None
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
@@ -307,7 +337,8 @@ class Decoder(nn.Module):
                 x_TD = x_TD if deferred_TD is None else x_TD + deferred_TD
                 x_TD, deferred_TD = _add_rows(x_TD, vision.token_I, features.deepstack[number]), None
             if capture is not None and capture.wants(number):
-                capture.store(number, x_TD, deferred_TD)
+                capture.store(number, x_TD.mean(1) if self.spec.streams > 1 else x_TD, deferred_TD)
+        x_TD = x_TD.mean(1) if self.spec.streams > 1 else x_TD
         return self.norm.add_norm(x_TD, deferred_TD)[1]
 
     def _encode_images(self, vision: VisionInputs, checkpoint_fn: CheckpointFn | None) -> VisionFeatures:

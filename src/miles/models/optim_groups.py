@@ -31,11 +31,15 @@ Rows = tuple[int, int, int]
 # Their outputs select, gate or scale: few rows, each with a meaning of its own.
 _NARROW = (
     "router.weight",
+    "attention.gate.weight",
+    "attention_hyper.fn",
+    "mlp_hyper.fn",
     "delta.ba.weight",
     "kda.b.weight",
     "kda.A_log",
     "shared_gate.weight",
     "indexer.weights_proj.weight",
+    "indexer.pool_bias",
 )
 
 _VISION = "vision."

@@ -42,11 +42,22 @@ def _pack_slices(name: str, slices: tuple[HfSlice, ...], quantized: QuantizedPar
         if len(packed_shape) < len(shape):
             rows = packed_shape[0] if packed_shape else 1
             packed[own] = (HfSlice(own, tuple(packed_shape), 0, rows),)
+        elif slices[0].matrix_rows is not None:
+            rows = block if suffix else 1
+            packed[own] = tuple(_pack_stacked(each, suffix, rows, packed_shape[-1]) for each in slices)
         elif slices[0].expert is None and len(shape) == 3:  # stacked in the checkpoint as well
             packed[own] = (HfSlice(f"{slices[0].hf_name}{suffix}", tuple(packed_shape), 0, packed_shape[0]),)
         else:
             packed[own] = tuple(_pack_slice(each, suffix, block if suffix else 1, packed_shape[-1]) for each in slices)
     return packed
+
+
+def _pack_stacked(piece: HfSlice, suffix: str, block: int, columns: int) -> HfSlice:
+    """``_pack_slice`` of stacked experts of which the checkpoint has gates and ups in two tensors."""
+    assert piece.matrix_rows is not None
+    start, stop = piece.matrix_rows[0] // block, -(-piece.matrix_rows[1] // block)
+    shape = (piece.shape[0], stop - start, columns)
+    return replace(piece, hf_name=f"{piece.hf_name}{suffix}", shape=shape, matrix_rows=(start, stop))
 
 
 def _pack_slice(piece: HfSlice, suffix: str, block: int, columns: int) -> HfSlice:

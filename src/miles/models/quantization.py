@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from miles.core.errors import UsageError
 from miles.models.checkpoint.param_map import build_param_map
-from miles.models.checkpoint.param_slices import HfSlice, param_shape
+from miles.models.checkpoint.param_slices import HfSlice, param_shape, weight_segments
 from miles.models.spec import DecoderSpec
 from miles.precision.formats import BackwardPrecision, QuantizationSpec, WeightFormat
 
@@ -103,6 +103,8 @@ def fused_segments(slices: Sequence[HfSlice]) -> tuple[int, ...]:
     if slices[0].expert is not None:
         return tuple(each.stop - each.start for each in slices if each.expert == 0)
     shape = param_shape(tuple(slices))
+    if slices[0].matrix_rows is not None:
+        return weight_segments(tuple(slices))
     if len(shape) == 3:  # experts that are stacked in the checkpoint
         return (shape[1],)
     return tuple(each.stop - each.start for each in slices)

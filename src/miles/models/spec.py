@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from miles.kernels.activation_kinds import ActivationKind
 from miles.models.vision.spec import VisionSpec
 from miles.precision.formats import QuantizationSpec
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
-Activation = Literal["silu", "gelu_tanh", "relu2", "swiglu_clamped"]
+Activation = ActivationKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +79,13 @@ class AttentionSpec:
     ``rope`` None is a layer without position embedding. ``qk_norm`` is the QK-norm before RoPE: per head, or over all
     heads; ``head_after_rope`` is per head and after RoPE, ``unit`` the same without weights. ``window`` is the sliding
     window, the token itself included; ``chunk`` restricts attention to blocks of positions. ``scale`` None is
-    ``head_dim ** -0.5``. ``gated`` multiplies the output by a sigmoid gate from the query projection. ``temperature``
-    (floor, slope and, if not one, how many positions ahead of a multiple of the floor) scales queries with their
-    position. ``value_norm`` normalizes the values of each head, without weights. ``value_from_key``: there is no value
-    projection, and values are projected keys, before their norm and RoPE. ``ignores_spans``: tokens of an image attend
-    causally in this layer, in a model where they attend in both directions elsewhere. ``kv_source`` is the earlier
-    layer whose keys and values this layer attends to, after their norm and RoPE; it then projects queries only.
+    ``head_dim ** -0.5``. ``gated`` multiplies the output by a sigmoid gate from the query projection; ``head_gate`` by
+    one number for each head, from a projection of its own. ``temperature`` (floor, slope and, if not one, how many
+    positions ahead of a multiple of the floor) scales queries with their position. ``value_norm`` normalizes the values
+    of each head, without weights. ``value_from_key``: there is no value projection, and values are projected keys,
+    before their norm and RoPE. ``ignores_spans``: tokens of an image attend causally in this layer, in a model where
+    they attend in both directions elsewhere. ``kv_source`` is the earlier layer whose keys and values this layer
+    attends to, after their norm and RoPE; it then projects queries only.
     """
 
     num_heads: int
@@ -99,6 +101,7 @@ class AttentionSpec:
     sinks: bool = False
     scale: float | None = None
     gated: bool = False
+    head_gate: bool = False
     temperature: tuple[float, float] | tuple[float, float, float] | None = None
     value_norm: bool = False
     value_from_key: bool = False
@@ -106,12 +109,13 @@ class AttentionSpec:
     kv_source: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kv_source is not None and (self.gated or self.qk_norm not in ("none", "head") or self.temperature):
+        is_gated = self.gated or self.head_gate
+        if self.kv_source is not None and (is_gated or self.qk_norm not in ("none", "head") or self.temperature):
             raise ValueError("attention to another layer's keys and values has no gate, and at most QK-norm per head")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} key-value heads")
-        if self.gated and self.value_from_key:
-            raise ValueError("attention whose values are its keys has no gate")
+        if self.gated and (self.value_from_key or self.head_gate):
+            raise ValueError("attention whose values are its keys, or with a gate for each head, has no other gate")
         if self.rope is not None and (self.rope.dim or self.head_dim) % 2:
             raise ValueError(f"RoPE needs an even number of channels, not {self.rope.dim or self.head_dim}")
 
@@ -120,7 +124,8 @@ class AttentionSpec:
 class IndexerSpec:
     """DSA indexer: selects the ``top`` tokens that each token attends to.
 
-    ``source`` is the layer whose selection is reused by a layer without its own indexer.
+    ``source`` is the layer whose selection is reused by a layer without its own indexer. With a ``pool`` above one it
+    selects pools of so many consecutive tokens, and always the tokens behind the last complete one.
     """
 
     num_heads: int
@@ -128,6 +133,11 @@ class IndexerSpec:
     top: int
     rope_interleaved: bool
     source: int | None = None
+    pool: int = 1
+
+    def __post_init__(self) -> None:
+        if self.top % self.pool:
+            raise ValueError(f"{self.top} selected tokens are not a multiple of the {self.pool} of a pool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +147,7 @@ class MlaSpec:
     ``rope_dim`` channels of a head are rotated, ``nope_dim`` are not. ``query_rank`` None projects queries directly.
     ``temperature`` scales queries with their position, as in ``AttentionSpec``.
     ``rope`` None is a layer without position embedding, whose ``rope_dim`` channels of the key are still shared by all
-    heads.
+    heads; there may be none of them. Its indexer has no position embedding either.
     """
 
     num_heads: int
@@ -152,10 +162,6 @@ class MlaSpec:
     norm_eps: float = 1e-6
     indexer: IndexerSpec | None = None
     temperature: tuple[float, float, float] | None = None
-
-    def __post_init__(self) -> None:
-        if self.rope is None and self.indexer is not None:
-            raise ValueError("a DSA indexer needs the RoPE of its layer")
 
     @property
     def head_dim(self) -> int:
@@ -182,12 +188,16 @@ class GatedDeltaNetSpec:
 class KimiDeltaSpec:
     """Kimi Delta Attention (KDA): one state matrix per head, whose rows each decay by a factor of their own.
 
-    Decays and output gates come from projections of rank ``head_dim``.
+    Decays and output gates come from projections of rank ``head_dim``. ``lower_bound`` is the least logarithm of a
+    decay, which is then a sigmoid between it and zero. ``flat_rates``: the checkpoint has the rates of decay (A_log) as
+    a vector.
     """
 
     num_heads: int
     head_dim: int
     kernel: int
+    lower_bound: float | None = None
+    flat_rates: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,11 +291,26 @@ FeedForward = MlpSpec | MoeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HyperConnectionSpec:
+    """Hyper-connections (mHC): ``streams`` residual streams, mixed by matrices of so many Sinkhorn ``iterations``."""
+
+    streams: int
+    iterations: int
+    eps: float
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of a token: to read and to write each stream, and the matrix that mixes them."""
+        return self.streams * (2 + self.streams)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer: a mixer, a feed-forward part, or both; ``post_norms`` also normalizes the output of each.
 
     ``output_scale`` multiplies the residual stream behind the layer by a number of the checkpoint that is not trained.
-    ``per_layer_size`` is the width of the layer's own input (``PerLayerInputSpec``), 0 if it has none.
+    ``per_layer_size`` is the width of the layer's own input (``PerLayerInputSpec``), 0 if it has none. ``hyper`` are
+    the hyper-connections of a decoder with several residual streams.
     """
 
     mixer: Mixer | None
@@ -293,6 +318,11 @@ class LayerSpec:
     post_norms: bool = False
     output_scale: bool = False
     per_layer_size: int = 0
+    hyper: HyperConnectionSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.hyper is not None and (self.post_norms or self.output_scale or self.per_layer_size):
+            raise ValueError("a layer with hyper-connections has no post norms, output scale or input of its own")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,6 +380,8 @@ class DecoderSpec:
 
     def __post_init__(self) -> None:
         self._check_kv_sources()
+        if len({layer.hyper for layer in self.layers}) > 1 or (self.streams > 1 and self.vision is not None):
+            raise ValueError("all layers have the same hyper-connections, in a model without a vision tower")
         if self.vision is None or not self.vision.bidirectional_spans:
             return
         for number, layer in enumerate(self.layers):
@@ -391,6 +423,11 @@ class DecoderSpec:
     def moe(self) -> MoeSpec | None:
         """The first MoE layer's spec, for what all have in common; None for a dense model."""
         return next((layer.ffn for layer in self.layers if isinstance(layer.ffn, MoeSpec)), None)
+
+    @property
+    def streams(self) -> int:
+        """The number of residual streams, which is one unless layers have hyper-connections."""
+        return max((layer.hyper.streams for layer in self.layers if layer.hyper is not None), default=1)
 
     @property
     def recurrent(self) -> bool:

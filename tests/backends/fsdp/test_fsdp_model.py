@@ -107,7 +107,9 @@ def test_every_layout_does_so_with_every_kind(kind, tmp_path):
         check(kind, FOUR, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["hybrid qwen3 next", "hybrid nemotron 3", "hybrid kimi linear"])
+@pytest.mark.parametrize(
+    "kind", ["hybrid qwen3 next", "hybrid nemotron 3", "hybrid kimi linear", "hybrid glm 5.3 flash"]
+)
 def test_recurrent_layers_do_as_near_as_their_sums_are_long(kind, tmp_path):
     """In float64 they agree to 1e-9; in float32 their states add up more roundings than attention does."""
     check(kind, {name: FOUR[name] for name in ("tp x fsdp", "tp+sp x fsdp")}, tmp_path, bound=5e-5)

@@ -82,7 +82,7 @@ def build_engine(kind, folder, numerics=FAST, words=("all", "experts")):
     return engine
 
 
-@pytest.mark.parametrize("kind", ["qwen3 moe", pytest.param("gpt-oss", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("kind", ["qwen3 moe", "step 3.7", pytest.param("gpt-oss", marks=pytest.mark.extended)])
 def test_requests_get_the_experts_of_their_own_adapter(tmp_path, kind):
     outputs = ask(build_engine(kind, tmp_path), NAMES)
     for index, (name, output) in enumerate(zip(NAMES, outputs, strict=True)):

@@ -24,9 +24,7 @@ class FakeSglang:
     With ``vocab_size`` every bit of the adapter, the prompt and the seed has a say in each token of an answer.
     """
 
-    def __init__(
-        self, folder, *, max_lora_rank: int = 4, max_running: int = 2, vocab_size: int | None = None
-    ) -> None:
+    def __init__(self, folder, *, max_lora_rank: int = 4, max_running: int = 2, vocab_size: int | None = None) -> None:
         self.vocab_size = vocab_size
         self.folder = folder
         self.max_lora_rank = max_lora_rank

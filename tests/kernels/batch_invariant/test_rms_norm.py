@@ -11,6 +11,7 @@ from tests.kernels.device import DEVICE, needs_triton
 from tests.tiers import examples
 from torch.nn import functional as F
 
+from miles.kernels.activation_kinds import limited_swiglu
 from miles.kernels.batch_invariant import activation, expert_sort, qk_norm_rope, rms_norm, topk_router
 from miles.kernels.batch_invariant.elementwise import softmax, sum_in_rank_order, tree_sum
 from miles.kernels.fused.activation import apply_activation, gated_activation_inference
@@ -20,6 +21,8 @@ from miles.kernels.numerics import BATCH_INVARIANT, FAST
 from miles.models.layers import recurrent_ops, rope
 from miles.models.layers.recurrent_ops import normalize_heads
 from miles.models.spec import RopeSpec
+
+LIMITED = [limited_swiglu(2.5), limited_swiglu(2.5, behind=True)]
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -142,14 +145,14 @@ def test_norms_have_the_values_and_gradients_of_torchs():
     )
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "relu2", "swiglu_clamped"])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "relu2", "swiglu_clamped", *LIMITED])
 def test_gates_have_the_values_and_gradients_of_the_fast_ones(kind):
     x = numbers(7, 12, dtype=torch.float64)
     assert_same(
         gradients(lambda x: activation.gated_activation(x, kind), x),
         gradients(lambda x: gated_activation_inference(x, kind), x),
     )
-    if kind != "swiglu_clamped":
+    if kind in ("silu", "gelu_tanh", "relu2"):
         mine = gradients(lambda x: activation.ungated_activation(x, kind), x)
         assert_same(mine, gradients(lambda x: apply_activation(x, None, kind), x))
 

@@ -4,10 +4,12 @@ import pytest
 import torch
 from tests.kernels.device import CARD, DEVICE, DTYPES, ROUNDING, apart, needs_triton, random
 
+from miles.kernels.activation_kinds import is_limited, limited_swiglu
 from miles.kernels.fused import activation as module
 from miles.kernels.fused.activation import apply_activation, gated_activation_inference
 
-KINDS = ["silu", "gelu_tanh", "relu2", "swiglu_clamped"]
+LIMITED = [limited_swiglu(2.5), limited_swiglu(2.5, behind=True)]
+KINDS = ["silu", "gelu_tanh", "relu2", "swiglu_clamped", *LIMITED]
 SHAPES = [(1, 8), (3, 16), (5, 24), (2, 1100)] + ([(256, 3072), (16, 9728), (70000, 768)] if CARD else [])
 
 
@@ -18,7 +20,7 @@ def on_device(monkeypatch, poisoned):
 
 def rounded(gate, up, kind):
     """The activation rounded, then times ``up``; in float64, as torch's own tanh gelu has no digits far below zero."""
-    if kind == "swiglu_clamped":
+    if kind == "swiglu_clamped" or is_limited(kind):
         return apply_activation(gate, up, kind)
     return (apply_activation(gate.double(), None, kind).to(gate.dtype).double() * up.double()).to(gate.dtype)
 

@@ -5,11 +5,14 @@ import torch
 from tests.kernels import interpreter  # noqa: F401  loops over numbers read from memory
 from tests.kernels.device import CARD, DEVICE, DTYPES, ROUNDING, apart, needs_triton, random
 
+from miles.kernels.activation_kinds import limited_swiglu
 from miles.kernels.fused.activation import apply_activation
 from miles.kernels.moe import fused_moe as module
 from miles.kernels.moe import moe_gemv
 from miles.kernels.moe.fused_moe import LARGE_SMEM_TILE_CONFIGS, TILE_CONFIGS, _place_rows_kernel, moe_forward
 from miles.kernels.numerics import FAST
+
+LIMITED = [limited_swiglu(2.5), limited_swiglu(2.5, behind=True)]
 
 # tokens, choices, experts, features, intermediate
 SHAPES = [(1, 2, 4, 32, 16), (5, 1, 3, 24, 40), (19, 3, 4, 16, 24)]
@@ -71,10 +74,10 @@ def test_the_sum_over_experts_is_the_definitions(on_device, shape, dtype):
 
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "relu2", "swiglu_clamped"])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "relu2", "swiglu_clamped", *LIMITED])
 @pytest.mark.parametrize("variant", ["biased", "interleaved", "flat", "weighed", "weighed, two each"])
 def test_every_variant_is_the_definitions(on_device, variant, kind, dtype):
-    if variant == "flat" and kind == "swiglu_clamped":
+    if variant == "flat" and kind in ("swiglu_clamped", *LIMITED):
         pytest.skip("has a gate by definition")
     shape = (6, 1 if variant == "weighed" else 2, 3, 16, 24)
     *given, biases = case(shape, dtype, heights=1 if variant == "flat" else 2, biased=variant in ("biased", "flat"))
@@ -148,7 +151,7 @@ def test_a_single_tokens_experts_are_the_definitions(on_device, one_processor, s
 
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "relu2", "swiglu_clamped"])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "relu2", "swiglu_clamped", LIMITED[1]])
 @pytest.mark.parametrize("shape", [(3, 3, 5, 20, 12), (2, 5, 7, 33, 7)] + ([(3, 8, 128, 2048, 768)] if CARD else []))
 def test_a_single_token_has_the_experts_it_has_among_others(on_device, shape, kind, dtype):
     x, weights, experts, *stacked, _ = case(shape, dtype)

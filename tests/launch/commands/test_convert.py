@@ -111,7 +111,9 @@ def test_a_published_gptq_checkpoint_becomes_fp8(tmp_path):
     assert all((ours[n] - theirs[n]).abs().max() <= theirs[n].abs().max() / 16 for n in theirs)
 
 
-@pytest.mark.parametrize("kind", ["qwen3 moe", "hybrid qwen3 next", "hybrid nemotron h", "deepseek v3", "llama 4"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3 moe", "hybrid qwen3 next", "hybrid nemotron h", "deepseek v3", "llama 4", "step 3.7"]
+)
 def test_every_kind_of_layer_is_copied_wide(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "_CHUNK_BYTES", 1000)
     hf_model(kind).save_pretrained(tmp_path / "in")

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.models.oracle import KINDS, hf_model, twin
+from tests.models.oracle import KINDS, hf_model, saved, twin, used
 from tests.parity.planes import spec_of_kind
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Ernie4_5_MoeConfig, Ernie4_5Config, Mistral4Config
+from transformers import Ernie4_5_MoeConfig, Ernie4_5Config, Glm5NextConfig, Mistral4Config
 
+from miles.kernels.attention.index_pools import pool_index_keys
 from miles.kernels.fused.lm_head import compute_logits
 from miles.kernels.numerics import FAST
 from miles.models.accounting import params
@@ -95,6 +96,7 @@ DEFAULTS = {
     "ERNIE-4.5-0.3B-PT": Ernie4_5Config,
     "ERNIE-4.5-21B-A3B-PT": Ernie4_5_MoeConfig,
     "Mistral-Small-4-119B-2603": Mistral4Config,
+    "GLM-5.3-Flash": Glm5NextConfig,
 }
 
 
@@ -105,7 +107,9 @@ def test_the_count_is_that_of_the_real_decoder_and_of_transformers(kind):
     counted = params.parameter_count(decoder.spec)
     kept = model.state_dict()  # buffers that are saved too: a bias that steers the router is one of our parameters
     buffers = sum(buffer.numel() for name, buffer in model.named_buffers() if name in kept)
-    assert counted == sum(p.numel() for p in decoder.parameters()) == model.num_parameters() + buffers
+    every = saved(model)
+    unused = sum(every[name].numel() for name in every.keys() - used(decoder.spec, every).keys())
+    assert counted == sum(p.numel() for p in decoder.parameters()) == model.num_parameters() + buffers - unused
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -169,7 +173,9 @@ class Plainly:
     def __call__(self, layer, inputs):
         q_THd, k_TGd, v_TGe, params, _, index = inputs
         if index is not None and not isinstance(index, int):
-            torch.einsum("thd,sd->hts", index.q_THd, index.k_Td)
+            bias_Pd = index.pool_bias_Pd
+            keys = index.k_Td if bias_Pd is None else pool_index_keys(index.k_Td, bias_Pd)
+            torch.einsum("thd,sd->hts", index.q_THd, keys)
         each = q_THd.shape[1] // k_TGd.shape[1]
         k_THd, v_THe = k_TGd.repeat_interleave(each, 1), v_TGe.repeat_interleave(each, 1)
         scores_HTT = (q_THd.transpose(0, 1) @ k_THd.permute(1, 2, 0)) * params.scale
@@ -196,7 +202,8 @@ def unlimited(layer):
     if isinstance(layer.mixer, AttentionSpec):
         return replace(layer, mixer=replace(layer.mixer, window=None, chunk=None))
     if isinstance(layer.mixer, MlaSpec) and layer.mixer.indexer is not None:
-        return replace(layer, mixer=replace(layer.mixer, indexer=replace(layer.mixer.indexer, top=TOKENS)))
+        top = TOKENS * layer.mixer.indexer.pool
+        return replace(layer, mixer=replace(layer.mixer, indexer=replace(layer.mixer.indexer, top=top)))
     return layer
 
 

@@ -22,6 +22,7 @@ def test_the_outline_of_a_spec_is_what_an_export_of_its_decoder_holds(kind, tmp_
     reported = plan_save(decoder.spec, dtype=torch.bfloat16, like=tmp_path / "theirs")
     assert reported == plan_decoder_save(decoder, like=tmp_path / "theirs")
     said = {d.name: (d.dtype, d.shape, d.nbytes) for unit in reported.units for d in unit.headers()}
+    said |= {name: (s.dtype, s.shape, s.stop - s.start) for name, s in reported.extra_tensors}
     found = stored_tensors(tmp_path / "ours")
     assert said == {name: (s.dtype, s.shape, s.stop - s.start) for name, s in found.items()}
     assert reported.config == json.loads((tmp_path / "ours" / "config.json").read_text())

@@ -25,6 +25,7 @@ FORMS = [
     pytest.param("qwen3 moe", "experts", {"shared_outer": True}, id="shared"),
     pytest.param("deepseek v3", "attn,experts", {}, id="mla"),
     pytest.param("gpt-oss", "*", {}, id="stacked"),
+    pytest.param("step 3.7", "*", {}, id="stacked, gates and ups apart"),
     pytest.param("gpt-oss", "experts", {"shared_outer": True}, id="stacked shared"),
 ]
 

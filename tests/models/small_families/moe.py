@@ -1,4 +1,6 @@
-"""Mixtral, Qwen2-MoE, ERNIE 4.5, Hunyuan, GLM-4.5, MiniMax-M2, gpt-oss, Llama 4, Gemma 4: experts over attention."""
+"""Mixtral, Qwen2-MoE, ERNIE 4.5, Hunyuan, GLM-4.5, MiniMax-M2, gpt-oss, Llama 4, Gemma 4, Step-3.7: experts over
+attention.
+"""
 
 from tests.models.small_families.small import Kind
 from transformers import (
@@ -20,6 +22,8 @@ from transformers import (
     MixtralForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Step3p7Config,
+    Step3p7ForConditionalGeneration,
 )
 
 EAGER = {"experts_implementation": "eager"}
@@ -93,6 +97,54 @@ GEMMA4 = EAGER | {
     "top_k_experts": 2,
     "moe_intermediate_size": 24,
 }
+STEP = EAGER | {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "num_sliding_attention_heads": 6,
+    "sliding_window": 8,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "share_expert_dim": 20,
+    "moe_router_scaling_factor": 2.5,
+    # Below what gates and ups reach in these models.
+    "swiglu_limits": [None, 0.7, 0.0, 0.6],
+    "swiglu_limits_shared": [0.8, 0.0, 0.6, 0.7],
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "partial_rotary_factor": 0.5,
+            "factor": 2.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 32.0,
+            "original_max_position_embeddings": 64,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+STEP_TOWER = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+    "mlp_ratio": 2.0,
+}
+
+
+def step_config(*, attn_implementation: str, experts_implementation: str, **text) -> Step3p7Config:
+    """Step-3.7 of this text model and a small tower."""
+    return Step3p7Config(
+        text_config=text,
+        vision_config=dict(STEP_TOWER),
+        tie_word_embeddings=text.get("tie_word_embeddings", False),
+        attn_implementation=attn_implementation,
+        experts_implementation=experts_implementation,
+    )
+
 
 KINDS = {
     "mixtral": Kind(MixtralForCausalLM, MixtralConfig, MIXTRAL),
@@ -179,5 +231,19 @@ KINDS = {
     ),
     "gemma4 with many experts a token": Kind(
         Gemma4ForCausalLM, Gemma4TextConfig, GEMMA4 | {"global_head_dim": 8, "top_k_experts": 5}
+    ),
+    "step 3.7": Kind(Step3p7ForConditionalGeneration, step_config, STEP),
+    "step 3.7 with biases, a scale and no limits": Kind(
+        Step3p7ForConditionalGeneration,
+        step_config,
+        STEP
+        | {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "query_pre_attn_scalar": 24,
+            "swiglu_limits": None,
+            "swiglu_limits_shared": None,
+            "num_sliding_attention_heads": None,
+        },
     ),
 }

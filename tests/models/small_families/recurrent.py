@@ -1,7 +1,9 @@
-"""Qwen3-Next, Qwen3.5, Nemotron-H, Kimi-Linear and LFM2: layers whose past is a state."""
+"""Qwen3-Next, Qwen3.5, Nemotron-H, Kimi-Linear, GLM-5.3 and LFM2: layers whose past is a state."""
 
 from tests.models.small_families.small import Kind
 from transformers import (
+    Glm5NextConfig,
+    Glm5NextForConditionalGeneration,
     KimiLinearConfig,
     KimiLinearForCausalLM,
     Lfm2Config,
@@ -90,6 +92,52 @@ KIMI = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+# The selection and the pools are shorter than the sequences, limits are below what gates and ups reach.
+GLM5_NEXT = {
+    "pad_token_id": None,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "layer_types": ["linear_attention", "deepseek_sparse_attention", "linear_attention", "deepseek_sparse_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "q_lora_rank": 14,
+    "kv_lora_rank": 18,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 5,
+    "index_n_heads": 16,
+    "index_head_dim": 10,
+    "index_topk": 12,
+    "index_kpool": 4,
+    "linear_num_heads": 2,
+    "linear_head_dim": 8,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "swiglu_limit": 0.7,
+    "hc_mult": 3,
+    "hc_sinkhorn_iters": 4,
+}
+GLM5_NEXT_TOWER = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 16,
+    "out_hidden_size": 32,
+    "projection_intermediate_size": 16,
+    "patch_size": 4,
+    "image_size": 16,
+}
+
+
+def glm5_next_config(*, attn_implementation: str, experts_implementation: str = "eager", **text) -> Glm5NextConfig:
+    """GLM-5.3 of this text model and a small tower."""
+    return Glm5NextConfig(
+        text_config=text,
+        vision_config=dict(GLM5_NEXT_TOWER),
+        tie_word_embeddings=text.get("tie_word_embeddings", False),
+        attn_implementation=attn_implementation,
+        experts_implementation=experts_implementation,
+    )
+
 
 KINDS = {
     "hybrid qwen3 next": Kind(
@@ -183,6 +231,21 @@ KINDS = {
             "norm_topk_prob": False,
             "linear_conv_kernel_dim": 3,
             "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+    ),
+    "hybrid glm 5.3 flash": Kind(Glm5NextForConditionalGeneration, glm5_next_config, GLM5_NEXT),
+    "hybrid glm 5.3 flash shared choices, unbounded decay": Kind(
+        Glm5NextForConditionalGeneration,
+        glm5_next_config,
+        GLM5_NEXT
+        | {
+            "layer_types": ["deepseek_sparse_attention"] * 3 + ["linear_attention"],
+            "indexer_types": ["full", "shared", "full", "full"],
+            "attention_bias": True,
+            "linear_lower_bound": None,
+            "index_kpool": 3,
+            "n_group": 4,
+            "topk_group": 2,
         },
     ),
 }

@@ -41,18 +41,21 @@ def _unsupported_part(layer: LayerSpec, spec: DecoderSpec) -> str | None:
         return "a mixer other than attention"
     elif mixer.qk_norm not in ("none", "head"):
         return "QK-norm over all heads or after RoPE"
-    elif mixer.sinks or mixer.gated:
+    elif mixer.sinks or mixer.gated or mixer.head_gate:
         return "attention sinks" if mixer.sinks else "a gate on the attention output"
     if ffn is None or layer.post_norms:
         return "no feed-forward part" if ffn is None else "post norms"
     if isinstance(ffn, MlpSpec):
-        return None if ffn.gated and ffn.activation in ACTIVATIONS else "an ungated MLP"
+        if ffn.activation not in ACTIVATIONS:
+            return f"an MLP with the activation {ffn.activation}"
+        return None if ffn.gated else "an ungated MLP"
     return _unsupported_moe(ffn)
 
 
 def _unsupported_moe(moe: MoeSpec) -> str | None:
     for unsupported, part in (
-        (not moe.gated or moe.activation not in ACTIVATIONS, "ungated experts"),
+        (not moe.gated, "ungated experts"),
+        (moe.activation not in ACTIVATIONS, f"experts with the activation {moe.activation}"),
         (moe.interleaved or moe.expert_bias or moe.router_bias, "biases or interleaved rows in its experts"),
         (moe.latent is not None, "latent experts"),
         (moe.weigh_input, "router weights on the experts' inputs"),

@@ -57,7 +57,7 @@ def select_topk_tokens(q_Shd: Tensor, k_Sd: Tensor, weights_Sh: Tensor, topk: in
     wide = torch.promote_types(q_Shd.dtype, torch.float32)
     k_dS = _operand(k_Sd, wide).T
     selected_St = torch.empty(length, topk, device=q_Shd.device, dtype=_position_dtype(length))
-    step = max(1, _max_scores(q_Shd) // (heads * length))
+    step = max(1, max_scores_at_once(q_Shd) // (heads * length))
     for lo in range(0, length, step):
         hi = min(lo + step, length)
         q_Rd = _operand(q_Shd[lo:hi], wide).flatten(0, 1)
@@ -71,7 +71,8 @@ def select_topk_tokens(q_Shd: Tensor, k_Sd: Tensor, weights_Sh: Tensor, topk: in
     return selected_St
 
 
-def _max_scores(x: Tensor) -> int:
+def max_scores_at_once(x: Tensor) -> int:
+    """The most scores held at once on the device of ``x``."""
     return _MAX_SCORES_CUDA if x.is_cuda else _MAX_SCORES
 
 
@@ -135,7 +136,7 @@ def _iter_slices(q_BGrSd: Tensor, keys: int, window: int | None) -> Iterator[_Sl
     heads, past = groups * queries_per_kv, keys - length
     width = length if window is None else min(length, max(window, _MIN_QUERIES))
     visible_keys = keys if window is None else min(keys, width + window)
-    max_scores = _max_scores(q_BGrSd)
+    max_scores = max_scores_at_once(q_BGrSd)
     rows = min(batch, max(1, max_scores // (heads * visible_keys * min(width, _MIN_QUERIES))))
     width = max(1, min(width, max_scores // (rows * heads * visible_keys)))
     for row in range(0, batch, rows):

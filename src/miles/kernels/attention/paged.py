@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from miles.kernels.attention.index_pools import mask_unselected_pools, pool_index_keys
 from miles.kernels.attention.metadata import (
     AttentionBlock,
     AttentionBlocks,
@@ -255,6 +256,8 @@ def _drop_padding(out_NHQe: Tensor, block: AttentionBlock) -> Tensor:
 
 def _mask_unselected(block: AttentionBlock, keys: PagedTensor, index: IndexerInputs) -> Tensor:
     """The block's mask, restricted to the selected tokens of each query."""
+    if index.pool_bias_Pd is not None:
+        return _mask_unselected_pools(block, keys, index, index.pool_bias_Pd)
     q_NQHd, weights_NQH = (
         block.select_queries(x).unflatten(0, (block.rows, block.width)).float() for x in (index.q_THd, index.weights_TH)
     )
@@ -266,6 +269,25 @@ def _mask_unselected(block: AttentionBlock, keys: PagedTensor, index: IndexerInp
     best_NQk = scores_NQC.topk(min(index.topk, block.context), dim=-1).indices
     unselected_NQC = torch.full_like(scores_NQC, -torch.inf, dtype=block.mask.dtype).scatter_(-1, best_NQk, 0.0)
     return block.mask + unselected_NQC.unsqueeze(1)
+
+
+def _mask_unselected_pools(
+    block: AttentionBlock, keys: PagedTensor, index: IndexerInputs, pool_bias_Pd: Tensor
+) -> Tensor:
+    """``_mask_unselected`` of an indexer that selects pools of tokens."""
+    q_NQHd, weights_NQH = (
+        block.select_queries(x).unflatten(0, (block.rows, block.width)).float() for x in (index.q_THd, index.weights_TH)
+    )
+    pool_Npd = pool_index_keys(keys.read(block.pages, block.rows, block.context), pool_bias_Pd).float()
+    mask_NQC = block.mask.squeeze(1).expand(-1, block.width, -1)
+    scores_NQp = mask_NQC.new_zeros(*mask_NQC.shape[:2], pool_Npd.shape[1], dtype=torch.float32)
+    step = max(1, _MAX_SCORES // max(1, scores_NQp.numel()))
+    for q_NQhd, weights_NQh in zip(q_NQHd.split(step, 2), weights_NQH.split(step, 2), strict=True):
+        head_scores_NQhp = (q_NQhd @ pool_Npd.transpose(1, 2).unsqueeze(1)).relu_()
+        scores_NQp = scores_NQp + (weights_NQh.unsqueeze(-2) @ head_scores_NQhp).squeeze(-2)
+    visible_NQ = (mask_NQC == 0).sum(-1)
+    unselected_NQC = mask_unselected_pools(scores_NQp, visible_NQ, block.context, index.topk, len(pool_bias_Pd))
+    return block.mask.expand(-1, -1, block.width, -1).masked_fill(unselected_NQC.unsqueeze(1), -torch.inf)
 
 
 def _concat(parts: Sequence[Tensor]) -> Tensor:

@@ -34,13 +34,15 @@ class AttentionParams:
 class IndexerInputs:
     """Sparse attention (DSA): a token attends to the ``topk`` tokens with the largest sum of ``weights * relu(q . k)``.
 
-    No gradient flows through the selection. ``weights_TH`` include the scales.
+    No gradient flows through the selection. ``weights_TH`` include the scales. With ``pool_bias_Pd`` pools of P tokens
+    are scored and selected (``index_pools``), and ``k_Td`` have a gate of each channel beside the key.
     """
 
     q_THd: Tensor
     k_Td: Tensor
     weights_TH: Tensor
     topk: int
+    pool_bias_Pd: Tensor | None = None
 
 
 class AttentionInputs(NamedTuple):

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from miles.kernels.attention.eager import eager_attention, select_topk_tokens
+from miles.kernels.attention.eager import eager_attention, max_scores_at_once, select_topk_tokens
+from miles.kernels.attention.index_pools import select_pooled_tokens
 from miles.kernels.attention.params import AttentionInputs, IndexerInputs
 from miles.kernels.attention.sdpa_dense import dense_sdpa_attention, has_dense_batch
 from miles.kernels.attention.sinks import flash_attention_with_sinks
@@ -262,7 +263,11 @@ class VarlenAttentionBackend:
         selected: dict[int, Tensor] = {}
         tensors = (index.q_THd, index.k_Td, index.weights_TH)
         for i, (q_Shd, k_Sd, weights_Sh) in enumerate(zip(*(x.split(self._lengths) for x in tensors), strict=True)):
-            if len(k_Sd) > index.topk:
+            if len(k_Sd) > index.topk and index.pool_bias_Pd is not None:
+                selected[i] = select_pooled_tokens(
+                    q_Shd, k_Sd, weights_Sh, index.topk, index.pool_bias_Pd, max_scores=max_scores_at_once(q_Shd)
+                )
+            elif len(k_Sd) > index.topk:
                 selected[i] = select_topk_tokens(q_Shd, k_Sd, weights_Sh, index.topk)
         return _TokenSelection(index.topk, selected)
 

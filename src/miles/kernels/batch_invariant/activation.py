@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from miles.kernels.activation_kinds import is_limited, is_limited_before, read_limit
 from miles.kernels.batch_invariant import elementwise
 from miles.kernels.batch_invariant.elementwise import accumulation_dtype
 from miles.kernels.fused.activation import (
@@ -101,6 +102,13 @@ class _Activation(torch.autograd.Function):
 
 def _forward(gate_RI: Tensor, up_RI: Tensor | None, kind: ActivationKind) -> Tensor:
     dtype, wide = gate_RI.dtype, accumulation_dtype(gate_RI.dtype)
+    if is_limited(kind):
+        assert up_RI is not None
+        limit = read_limit(kind)
+        gate_RI = gate_RI.clamp(max=limit) if is_limited_before(kind) else gate_RI
+        wide_RI = gate_RI.to(wide)
+        out_RI = (wide_RI * elementwise.sigmoid(wide_RI)).to(dtype).clamp(max=limit)
+        return out_RI * up_RI.clamp(-limit, limit)
     if kind == "swiglu_clamped":
         assert up_RI is not None
         gate_RI, up_RI = gate_RI.clamp(max=SWIGLU_LIMIT), up_RI.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1

@@ -7,14 +7,22 @@ backward reads the projection's output again and writes the gradient of both hal
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from miles.kernels.activation_kinds import (
+    ActivationKind,
+    LimitedSwiglu,
+    is_limited,
+    is_limited_before,
+    read_limit,
+)
 from miles.kernels.runtime.triton_compat import (
+    constexpr_function,
     device_guard,
     jit,
     tl,
@@ -23,13 +31,29 @@ from miles.kernels.runtime.triton_compat import (
     use_triton_training,
 )
 
-ActivationKind = Literal["silu", "gelu_tanh", "relu2", "swiglu_clamped"]
+__all__ = [
+    "SWIGLU_ALPHA",
+    "SWIGLU_LIMIT",
+    "ActivationKind",
+    "activate_and_multiply",
+    "apply_activation",
+    "apply_limited_swiglu",
+    "gated_activation",
+    "gated_activation_inference",
+    "gated_activation_training",
+    "split_gate_up",
+]
 
 # Limit and slope of the clamped SwiGLU, the same in every model that has it.
 SWIGLU_LIMIT = 7.0
 SWIGLU_ALPHA = 1.702
 
 _BLOCK = 1024
+
+# The same inside kernels, where the kind is a constant.
+_is_limited_kind = constexpr_function(is_limited)
+_is_limited_before_kind = constexpr_function(is_limited_before)
+_limit_of_kind = constexpr_function(read_limit)
 
 
 class _ClampedSwiglu(torch.autograd.Function):
@@ -54,8 +78,41 @@ class _ClampedSwiglu(torch.autograd.Function):
         return grad_RI * (up_RI.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1) * gate_grad_RI, grad_RI * up_grad_RI
 
 
+class _LimitedSwigluFunction(torch.autograd.Function):
+    """SwiGLU with a limit; saves its two inputs and recomputes the rest."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_RI: Tensor, up_RI: Tensor, kind: LimitedSwiglu) -> Tensor:
+        ctx.save_for_backward(gate_RI, up_RI)
+        ctx.kind = kind
+        limit = read_limit(kind)
+        if is_limited_before(kind):
+            return F.silu(gate_RI.clamp(max=limit)) * up_RI.clamp(-limit, limit)
+        return F.silu(gate_RI).clamp(max=limit) * up_RI.clamp(-limit, limit)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RI: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        gate_RI, up_RI = ctx.saved_tensors
+        limit, is_before = read_limit(ctx.kind), is_limited_before(ctx.kind)
+        clamped_RI = gate_RI.clamp(max=limit) if is_before else gate_RI
+        sigmoid_RI = clamped_RI.sigmoid()
+        silu_RI = clamped_RI * sigmoid_RI
+        inside_RI = gate_RI <= limit if is_before else silu_RI <= limit
+        slope_RI = sigmoid_RI * (1 + clamped_RI * (1 - sigmoid_RI)) * inside_RI
+        up_slope_RI = silu_RI.clamp(max=limit) * (up_RI.abs() <= limit)
+        return grad_RI * up_RI.clamp(-limit, limit) * slope_RI, grad_RI * up_slope_RI, None
+
+
+def apply_limited_swiglu(gate_RI: Tensor, up_RI: Tensor, kind: LimitedSwiglu) -> Tensor:
+    """SwiGLU with the limit of its kind."""
+    return _LimitedSwigluFunction.apply(gate_RI, up_RI, kind)  # pyright: ignore[reportReturnType]
+
+
 def apply_activation(gate_RI: Tensor, up_RI: Tensor | None, kind: ActivationKind) -> Tensor:
     """The activation of ``gate``, times ``up`` if given."""
+    if is_limited(kind):
+        assert up_RI is not None
+        return apply_limited_swiglu(gate_RI, up_RI, LimitedSwiglu(kind))
     if kind == "swiglu_clamped":
         assert up_RI is not None
         return _ClampedSwiglu.apply(gate_RI, up_RI)  # pyright: ignore[reportReturnType]
@@ -120,6 +177,14 @@ def _launch_inference(inner_R2I: Tensor, kind: ActivationKind, interleaved: bool
 def activate_and_multiply(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr, GATED: tl.constexpr) -> tl.tensor:
     """``apply_activation`` inside a kernel: takes the model's dtype, computes in float32, rounds at each step."""
     g = gate.to(tl.float32)
+    if _is_limited_kind(ACTIVATION):
+        LIMIT: tl.constexpr = _limit_of_kind(ACTIVATION)
+        if _is_limited_before_kind(ACTIVATION):
+            g = tl.minimum(g, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(gate.dtype).to(tl.float32)
+        g = (g * tl.sigmoid(g)).to(gate.dtype).to(tl.float32)
+        g = tl.minimum(g, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(gate.dtype).to(tl.float32)
+        u = tl.clamp(up.to(tl.float32), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(gate.dtype)
+        return (g * u.to(tl.float32)).to(gate.dtype)
     if ACTIVATION == "swiglu_clamped":
         g = tl.minimum(g, 7.0, propagate_nan=tl.PropagateNan.ALL)
         u = tl.clamp(up.to(tl.float32), -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
@@ -240,7 +305,16 @@ def _gated_forward_kernel(
 @jit
 def _activation_grads(g: tl.tensor, u: tl.tensor, ACTIVATION: tl.constexpr) -> tuple:
     """Derivatives of the product by the gate and by the up part."""
-    if ACTIVATION == "swiglu_clamped":
+    if _is_limited_kind(ACTIVATION):
+        LIMIT: tl.constexpr = _limit_of_kind(ACTIVATION)
+        clamped = tl.minimum(g, LIMIT) if _is_limited_before_kind(ACTIVATION) else g
+        sigmoid = tl.sigmoid(clamped)
+        silu = clamped * sigmoid
+        inside = g if _is_limited_before_kind(ACTIVATION) else silu
+        gate_grad = sigmoid * (1 + clamped * (1 - sigmoid)) * tl.clamp(u, -LIMIT, LIMIT)
+        gate_grad = tl.where(inside <= LIMIT, gate_grad, 0.0)
+        up_grad = tl.where(tl.abs(u) <= LIMIT, tl.minimum(silu, LIMIT), 0.0)
+    elif ACTIVATION == "swiglu_clamped":
         clamped = tl.minimum(g, 7.0)
         sigmoid = tl.sigmoid(clamped * 1.702)
         gate_grad = sigmoid * (1 + 1.702 * clamped * (1 - sigmoid)) * (tl.clamp(u, -7.0, 7.0) + 1)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from miles.kernels.activation_kinds import limited_swiglu
 from miles.kernels.attention.decode_bs1 import allocate_scratch, decode_bs1_attention
 from miles.kernels.attention.mla import (
     count_head_tiles,
@@ -195,7 +196,8 @@ def _norm(g: SelfTestContext) -> Pairs:
 
 def _activation(g: SelfTestContext) -> Pairs:
     inner_R2I = 4 * g.random(5, 2 * g.shapes.inner)
-    for kind in ("silu", "gelu_tanh", "relu2", "swiglu_clamped"):
+    limited = (limited_swiglu(2.5), limited_swiglu(2.5, behind=True))
+    for kind in ("silu", "gelu_tanh", "relu2", "swiglu_clamped", *limited):
         yield g.run(gated_activation_inference, inner_R2I, kind), gated_activation_inference(inner_R2I.double(), kind)
     yield (
         g.run(gated_activation_inference, inner_R2I, "silu", interleaved=True),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 __all__ = [
     "HAVE_TRITON",
+    "constexpr_function",
     "count_sms",
     "device_guard",
     "gdc_launch_dependents",
@@ -40,11 +41,15 @@ if TYPE_CHECKING or HAVE_TRITON:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     jit: Any = triton.jit
+    constexpr_function: Any = triton.constexpr_function
 else:
     triton = tl = gdc_launch_dependents = gdc_wait = None
 
     def jit(function: Any = None, **options: Any) -> Any:
         return jit if function is None else function
+
+    def constexpr_function(function: Any) -> Any:
+        return function
 
 
 # Do not specialize on the stride of the block table: Triton would compile one kernel for a stride of 1, one for

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from miles.config.value_types import format_value
+from miles.kernels.activation_kinds import is_limited
 from miles.models.accounting.known_models import find_known_config
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.spec import (
@@ -221,7 +222,8 @@ def _has_no_linear_bias(s: Shape) -> bool:
 
 def _is_gated_silu(s: Shape) -> bool:
     parts = [*s.mlps, *([] if s.moe is None else [s.moe])]
-    return bool(parts) and all(part.gated and part.activation in ("silu", "swiglu_clamped") for part in parts)
+    kinds = ("silu", "swiglu_clamped")
+    return bool(parts) and all(p.gated and (p.activation in kinds or is_limited(p.activation)) for p in parts)
 
 
 def _get_windows(s: Shape) -> tuple[int, ...] | None:

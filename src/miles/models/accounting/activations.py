@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from miles.kernels.activation_kinds import is_limited
 from miles.models.accounting.linear_inputs import LayerAdapters, saved_input_bytes
 from miles.models.accounting.params import CHUNK
 from miles.models.accounting.quantize_workspace import quantize_workspace_bytes
@@ -24,6 +25,7 @@ from miles.models.spec import (
     AttentionSpec,
     DecoderSpec,
     GatedDeltaNetSpec,
+    HyperConnectionSpec,
     KimiDeltaSpec,
     LayerSpec,
     MambaSpec,
@@ -86,7 +88,7 @@ class _SavedBytes:
             saved = 3 * queries if spec.qk_norm == "head" and not self.frozen else 2 * queries
             return self.numbers(saved) + self._attention_output(spec.num_heads, queries)
         own_values = spec.value_norm or spec.value_from_key
-        is_plain = not (spec.gated or own_values) and spec.temperature is None
+        is_plain = not (spec.gated or spec.head_gate or own_values) and spec.temperature is None
         if self.triton_training and is_plain and spec.qk_norm in ("none", "head"):
             # Queries, keys and values as attention takes them, and the projection output if QK-norm needs it.
             made = 2 if spec.qk_norm == "head" else 1
@@ -94,6 +96,8 @@ class _SavedBytes:
         total = self.numbers(queries * (2 if spec.gated else 1) + 2 * keys)
         if spec.gated:
             total += self.numbers(both + 3 * queries)
+        if spec.head_gate:
+            total += self.numbers(queries + spec.num_heads)
         if spec.qk_norm != "none" and not self.frozen:
             total += self.numbers(both) * (2 if self.offset and self.size < 4 else 1)
         if spec.rope is not None:  # a norm behind it saves what is rotated, beside its own output
@@ -154,7 +158,7 @@ class _SavedBytes:
 
     def _inner(self, spec: MlpSpec | MoeSpec) -> int:
         """What an MLP (or an expert) saves between its two projections; the clamped SwiGLU is one function."""
-        if spec.activation == "swiglu_clamped" or (spec.gated and self.triton_training):
+        if spec.activation == "swiglu_clamped" or is_limited(spec.activation) or (spec.gated and self.triton_training):
             return 3 * spec.size
         return spec.size * (4 if spec.gated else 2)
 
@@ -173,8 +177,14 @@ class _SavedBytes:
         """The layer's own input and how it was computed, the gate's input and the activation, and a norm."""
         return self.numbers(width + 7 * size) + self.post_norm(width)
 
+    def hyper_connection(self, spec: HyperConnectionSpec, width: int) -> float:
+        """The streams, the output that joins them, and the weights of a token."""
+        weights = spec.num_weights * (4.0 if self.size == 4 else 4.0 + self.size)
+        return self.numbers((spec.streams + 1) * width) + weights
+
     def layer(self, layer: LayerSpec, width: int) -> float:
         total = self.per_layer_input(layer.per_layer_size, width) if layer.per_layer_size else 0.0
+        total += 0.0 if layer.hyper is None else 2 * self.hyper_connection(layer.hyper, width)
         if layer.mixer is not None:
             total += self.norm(width) + (self.post_norm(width) if layer.post_norms else 0.0)
             match layer.mixer:
@@ -260,6 +270,7 @@ def _mixer_outputs(mixer: Mixer | None, width: int) -> _Outputs:
             queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
             keys = 0 if mixer.kv_source is not None else keys
             linear = queries * (2 if mixer.gated else 1) + keys * (1 if mixer.value_from_key else 2) + width
+            linear += mixer.num_heads if mixer.head_gate else 0
             return _Outputs(queries, linear, 0.0, 4.0 * mixer.num_heads)
         case MlaSpec():
             linear = (mixer.query_rank or 0) + mixer.num_heads * mixer.head_dim + mixer.kv_rank + mixer.rope_dim

@@ -60,6 +60,8 @@ def cache_layout(mixer: Mixer | None, numerics: Numerics) -> PerTokenCache | Per
         case MlaSpec():
             has_indexer = mixer.indexer is not None and mixer.indexer.source is None
             index = mixer.indexer.head_dim if mixer.indexer is not None and has_indexer else 0
+            if mixer.indexer is not None and mixer.indexer.pool > 1:  # a gate of each channel of a key
+                index *= 2
             if (
                 numerics.batch_invariant
             ):  # the engine then caches expanded keys and values, as the trainer computes them

@@ -99,9 +99,10 @@ def list_linear_inputs(layer: LayerSpec, width: int) -> Iterator[LinearInput]:
 def _list_mixer_inputs(mixer: Mixer | None, width: int) -> Iterator[LinearInput]:
     match mixer:
         case AttentionSpec():
-            yield LinearInput(("attention.qkv",), width)
+            gate = ("attention.gate",) if mixer.head_gate else ()
+            yield LinearInput(("attention.qkv", *gate), width)
             queries = mixer.num_heads * mixer.head_dim
-            yield LinearInput(("attention.output",), queries, is_saved=not mixer.gated)
+            yield LinearInput(("attention.output",), queries, is_saved=not (mixer.gated or mixer.head_gate))
         case MlaSpec():
             first = "mla.q" if mixer.query_rank is None else "mla.q_a"
             yield LinearInput((first, "mla.kv_a"), width)

@@ -44,6 +44,8 @@ _MASTER_BYTES = 4
 
 # Parameters with one expert per row of dimension 0.
 _EXPERTS = frozenset(f".moe.{name}" for name in ("gate_up", "up", "down", "gate_up_bias", "down_bias"))
+# Matrices that are added to values.
+_ADDED = ".indexer.pool_bias"
 # Parameters too small to shard.
 _SHORT = frozenset({".moe.correction"})
 
@@ -68,7 +70,11 @@ def _layer_size(layer: LayerSpec, width: int, family: str) -> _Size:
         total=sum(map(prod, shapes.values())),
         routed=sum(prod(shape) for name, shape in shapes.items() if name in _EXPERTS),
         # A convolution's weight has three axes; norms, biases and sinks have one.
-        matmul=sum(prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name not in _EXPERTS),
+        matmul=sum(
+            prod(shape)
+            for name, shape in shapes.items()
+            if len(shape) == 2 and name not in _EXPERTS and not name.endswith(_ADDED)
+        ),
     )
 
 
@@ -350,6 +356,8 @@ def forward_flops_per_token(spec: DecoderSpec, context: float = 0.0) -> float:
         matmul = float(spec.active - (0 if spec.tie_embeddings else _vocabulary(spec)))
     for layer in spec.layers:
         attention += _mixer_flops(layer.mixer, context)
+        if layer.hyper is not None:  # streams are mixed twice
+            attention += 4.0 * layer.hyper.streams**2 * spec.hidden_size
         if not isinstance(spec, HfAdapterSpec):
             size = _layer_size(layer, spec.hidden_size, spec.family)
             matmul += size.matmul + size.routed * _active_fraction(layer)
@@ -364,10 +372,10 @@ def _mixer_flops(mixer: Mixer | None, context: float) -> float:
             return 4.0 * visible * mixer.num_heads * mixer.head_dim
         case MlaSpec():
             index = mixer.indexer
-            visible = context if index is None else min(context, index.top)
-            scored = (
-                0.0 if index is None or index.source is not None else 2.0 * context * index.num_heads * index.head_dim
-            )
+            visible = context if index is None else min(context, index.top + index.pool - 1)
+            scored = 0.0
+            if index is not None and index.source is None:
+                scored = 2.0 * context / index.pool * index.num_heads * index.head_dim
             return 2.0 * visible * mixer.num_heads * (mixer.head_dim + mixer.value_dim) + scored
         case GatedDeltaNetSpec():
             within = 4.0 * mixer.key_heads * mixer.key_dim + 2.0 * mixer.value_heads * mixer.value_dim

@@ -261,8 +261,9 @@ def _is_convolution(unit: SaveUnit) -> bool:
 def _expert_parts(unit: SaveUnit, expert: int, slab: Tensor) -> Iterator[_Part]:
     headers = dict(zip(unit.pieces, unit.headers(), strict=True))
     if unit.pieces[0].expert is None:  # all experts in one tensor
-        (piece,) = unit.pieces
-        yield headers[piece], slab.transpose(-1, -2) if piece.transposed else slab
+        for piece in unit.pieces:
+            part = slab if piece.matrix_rows is None else slab[:, slice(*piece.matrix_rows)]
+            yield headers[piece], part.transpose(-1, -2) if piece.transposed else part
         return
     for piece in unit.pieces:
         if piece.expert == expert:

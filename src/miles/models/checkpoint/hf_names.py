@@ -32,6 +32,8 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "mlp_norm": "post_attention_layernorm",
         "mlp_post_norm": "post_feedforward_layernorm",
         "output_scale": "layer_scalar",
+        "attention_hyper": "hc_attn",
+        "mlp_hyper": "hc_ffn",
         "per_layer_gate": "per_layer_input_gate",
         "per_layer_projection": "per_layer_projection",
         "per_layer_norm": "post_per_layer_input_norm",
@@ -52,6 +54,7 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "q_norm": "q_norm",
         "k_norm": "k_norm",
         "sinks": "sinks",
+        "head_gate": "g_proj",
         "q_a": "q_a_proj",
         "q_a_norm": "q_a_layernorm",
         "q_b": "q_b_proj",
@@ -63,6 +66,8 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "index_k": "wk",
         "index_k_norm": "k_norm",
         "index_weights": "weights_proj",
+        "index_pool_gate": "index_kpool_compress_gate",
+        "index_pool_bias": "index_kpool_compress_ape",
         "delta_qkvz": "in_proj_qkvz",
         "delta_ba": "in_proj_ba",
         "delta_qkv": "in_proj_qkv",
@@ -99,6 +104,7 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "expert_up": "up_proj",
         "expert_down": "down_proj",
         "experts_gate_up": "experts.gate_up_proj",
+        "experts_gate": "experts.gate_proj",
         "experts_up": "experts.up_proj",
         "experts_down": "experts.down_proj",
         "experts_gate_up_bias": "experts.gate_up_proj_bias",
@@ -128,6 +134,8 @@ def map_attention(spec: AttentionSpec, width: int, module: ModuleNames) -> Param
         params |= module.tensor("q_norm.weight", "q_norm", (spec.head_dim if per_head else queries,))
         if spec.kv_source is None:
             params |= module.tensor("k_norm.weight", "k_norm", (spec.head_dim if per_head else keys,))
+    if spec.head_gate:
+        params |= module.linear("gate", {"head_gate": spec.num_heads}, width, bias=False)
     if spec.sinks:
         params |= module.tensor("sinks", "sinks", (spec.num_heads,), suffix="")
     return params
@@ -157,7 +165,11 @@ def _map_indexer(spec: IndexerSpec, rank: int, width: int, module: ModuleNames) 
     params |= module.linear("wk", {"index_k": spec.head_dim}, width, bias=False)
     params |= module.tensor("k_norm.weight", "index_k_norm", (spec.head_dim,))
     params |= module.tensor("k_norm.bias", "index_k_norm", (spec.head_dim,), suffix="bias")
-    return params | module.linear("weights_proj", {"index_weights": spec.num_heads}, width, bias=False)
+    params |= module.linear("weights_proj", {"index_weights": spec.num_heads}, width, bias=False)
+    if spec.pool > 1:
+        params |= module.tensor("pool_gate.weight", "index_pool_gate", (spec.head_dim, width), suffix="")
+        params |= module.tensor("pool_bias", "index_pool_bias", (spec.pool, spec.head_dim), suffix="")
+    return params
 
 
 def map_gated_deltanet(spec: GatedDeltaNetSpec, width: int, module: ModuleNames) -> ParamMap:
@@ -191,7 +203,7 @@ def map_kimi_delta(spec: KimiDeltaSpec, width: int, module: ModuleNames) -> Para
     params |= module.linear("f_a", {"kda_f_a": low}, width, bias=False)
     params |= module.linear("f_b", {"kda_f_b": inner}, low, bias=False)
     params |= module.tensor("dt_bias", "dt_bias", (inner,), suffix="")
-    params |= module.tensor("A_log", "a_log", (1, 1, heads, 1), suffix="")
+    params |= module.tensor("A_log", "a_log", (heads,) if spec.flat_rates else (1, 1, heads, 1), suffix="")
     params |= module.linear("b", {"kda_b": heads}, width, bias=False)
     params |= module.linear("g_a", {"kda_g_a": low}, width, bias=False)
     params |= module.linear("g_b", {"kda_g_b": inner}, low, bias=False)
@@ -260,8 +272,18 @@ def map_moe(spec: MoeSpec, width: int, module: ModuleNames) -> ParamMap:
 
 
 def _map_stacked_experts(spec: MoeSpec, name: str, shape: tuple[int, int, int], module: ModuleNames) -> ParamMap:
-    """One tensor for all experts; the role ``stacked`` is ``transposed`` if inputs come before outputs in it."""
+    """One tensor for all experts; the role ``stacked`` is ``transposed`` if inputs come before outputs in it, and
+    ``separate`` if gates and ups are two tensors.
+    """
     count, rows, inner = shape
+    if module.names["stacked"] == "separate":
+        assert spec.gated and not spec.expert_bias, "no family stores such experts without gates or with biases"
+        gates, ups = (module.hf_name(f"experts_{key}", "") for key in ("gate", "up"))
+        half = (count, spec.size, inner)
+        first = HfSlice(gates, half, 0, count, matrix_rows=(0, spec.size))
+        second = HfSlice(ups, half, 0, count, matrix_rows=(spec.size, rows))
+        params: ParamMap = {f"{module.prefix}.{name}": (first, second)}
+        return params | module.tensor("down", "experts_down", (count, inner, spec.size), suffix="")
     transposed = module.names["stacked"] == "transposed"
     params = module.tensor(name, f"experts_{name}", shape, suffix="", transposed=transposed)
     params |= module.tensor("down", "experts_down", (count, inner, spec.size), suffix="", transposed=transposed)

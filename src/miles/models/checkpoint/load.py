@@ -105,6 +105,7 @@ def _tiles(source: ParamSource, target: Tensor, first: int, stream: _Stream) -> 
     if low >= high:
         return
     part = target[low - first : high - first]
+    part = part if piece.matrix_rows is None else part[:, slice(*piece.matrix_rows)]
     if source.is_transposed and part.dim() == 2 and high - low < piece.stop - piece.start:
         # The target's rows are columns on disk, spread over every row.
         full = part.new_empty((piece.stop - piece.start, part.shape[1]))

@@ -24,6 +24,7 @@ from miles.models.spec import (
     DecoderSpec,
     FeedForward,
     GatedDeltaNetSpec,
+    HyperConnectionSpec,
     KimiDeltaSpec,
     LayerSpec,
     MambaSpec,
@@ -71,6 +72,8 @@ def build_layer_map(spec: LayerSpec, width: int, layer: ModuleNames) -> ParamMap
         params |= _map_ffn(spec.ffn, width, layer)
         if spec.post_norms:
             params |= layer.tensor("mlp_post_norm.weight", "mlp_post_norm", (width,))
+    if spec.hyper is not None:
+        params |= _map_hyper_connections(spec.hyper, width, layer)
     if spec.per_layer_size:
         own = ModuleNames(f"{layer.prefix}.per_layer", layer.hf_prefix, layer.names)
         params |= own.linear("gate", {"per_layer_gate": spec.per_layer_size}, width, bias=False)
@@ -79,6 +82,17 @@ def build_layer_map(spec: LayerSpec, width: int, layer: ModuleNames) -> ParamMap
     if spec.output_scale:
         params |= layer.tensor("output_scale", "output_scale", (1,), suffix="")
     return params
+
+
+def _map_hyper_connections(spec: HyperConnectionSpec, width: int, layer: ModuleNames) -> ParamMap:
+    shapes = {"fn": (spec.num_weights, spec.streams * width), "base": (spec.num_weights,), "scale": (3,)}
+    return {
+        f"{layer.prefix}.{part}_hyper.{name}": concat_slices(
+            (f"{layer.hf_prefix}.{layer.names[f'{part}_hyper']}_{name}", shape)
+        )
+        for part in ("attention", "mlp")
+        for name, shape in shapes.items()
+    }
 
 
 def map_per_layer_input(spec: DecoderSpec, names: Mapping[str, str]) -> ParamMap:

@@ -16,7 +16,8 @@ class HfSlice:
     """A Hugging Face tensor of ``shape`` and the part of the decoder parameter that it fills.
 
     That part is rows ``start`` to ``stop``, of one expert's matrix if ``expert`` is set. The last two dimensions of a
-    ``transposed`` tensor are swapped on disk. A ``row`` is a vector that has a first dimension of one on disk.
+    ``transposed`` tensor are swapped on disk. A ``row`` is a vector that has a first dimension of one on disk. Of
+    stacked experts whose gates and ups are two tensors, ``matrix_rows`` are the rows that it fills of every matrix.
     """
 
     hf_name: str
@@ -26,6 +27,7 @@ class HfSlice:
     expert: int | None = None
     transposed: bool = False
     row: bool = False
+    matrix_rows: tuple[int, int] | None = None
 
     def view(self, tensor: Any) -> Any:
         """Return the part of the decoder parameter ``tensor`` that this slice is: a view, shaped as on disk."""
@@ -35,6 +37,7 @@ class HfSlice:
         if self.row:
             return matrix.unsqueeze(0)
         part = matrix if self.stop - self.start == len(matrix) else matrix[self.start : self.stop]
+        part = part if self.matrix_rows is None else part[:, slice(*self.matrix_rows)]
         return part.transpose(-1, -2) if self.transposed else part
 
 
@@ -44,6 +47,8 @@ def param_shape(slices: tuple[HfSlice, ...]) -> Shape:
     if last.row:
         return last.shape[1:]
     shape = (*last.shape[:-2], last.shape[-1], last.shape[-2]) if last.transposed else last.shape
+    if last.matrix_rows is not None:
+        shape = (shape[0], max(s.matrix_rows[1] for s in slices if s.matrix_rows is not None), *shape[2:])
     inner = (max(s.stop for s in slices), *shape[1:])
     return inner if last.expert is None else (last.expert + 1, *inner)
 
@@ -55,6 +60,8 @@ def weight_segments(slices: tuple[HfSlice, ...]) -> tuple[int, ...]:
     (8, 2, 2)
     """
     first = slices[0]
+    if first.matrix_rows is not None:
+        return tuple(s.matrix_rows[1] - s.matrix_rows[0] for s in slices if s.matrix_rows is not None)
     if len(first.shape) > 2:
         return (first.shape[-1 if first.transposed else -2],)
     return tuple(s.stop - s.start for s in slices if s.expert == first.expert)
@@ -79,7 +86,13 @@ class ModuleNames:
     names: Mapping[str, str]
 
     def submodule(self, name: str, key: str) -> ModuleNames:
-        """Return the names of a module inside this one; without a name its tensors are this one's in a checkpoint."""
+        """Return the names of a module inside this one; without a name its tensors are this one's in a checkpoint.
+
+        A name that begins with ``../`` is beside this module in a checkpoint.
+        """
+        if self.names[key].startswith("../"):
+            beside = f"{self.hf_prefix.rpartition('.')[0]}.{self.names[key].removeprefix('../')}"
+            return ModuleNames(f"{self.prefix}.{name}", beside, self.names)
         inner = f".{self.names[key]}" if self.names[key] else ""
         return ModuleNames(f"{self.prefix}.{name}", f"{self.hf_prefix}{inner}", self.names)
 

@@ -99,9 +99,8 @@ def list_magnitude_files(lora: LoraSpec, target: LoraTarget) -> tuple[HfSlice, .
 
 
 def _stacked_prefix(lora: LoraSpec, target: LoraTarget) -> str:
-    module, _, _ = target.module.rpartition(".")
-    siblings = [t.module for t in lora.targets if t.is_stacked and t.module.rpartition(".")[0] == module]
-    return module if target.module == siblings[-1] else f"{module}.base_layer"
+    siblings = [t.module for t in lora.targets if t.is_stacked and t.owner == target.owner]
+    return target.owner if target.module == siblings[-1] else f"{target.owner}.base_layer"
 
 
 def peft_tensor_name(parameter: str) -> str:
@@ -181,12 +180,12 @@ def find_stacked_modules(spec: DecoderSpec, modules: Iterable[str], config: Mapp
     wanted = tuple(config.get("target_parameters") or ())
     found: dict[str, str] = {}
     for target in list_targets(spec):
-        is_wanted = any(target.module == name or target.module.endswith(f".{name}") for name in wanted)
+        own = target.piece.hf_name
+        is_wanted = any(own == name or own.endswith(f".{name}") for name in wanted)
         if not target.is_stacked or not is_wanted:
             continue
-        module = target.module.rpartition(".")[0]
-        inner = f"{module}.base_layer"
-        found[inner if inner in modules and inner not in found else module] = target.module
+        inner = f"{target.owner}.base_layer"
+        found[inner if inner in modules and inner not in found else target.owner] = target.module
     return found
 
 

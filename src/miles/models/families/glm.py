@@ -105,7 +105,7 @@ def read_glm_moe_dsa(config: Mapping[str, Any]) -> DecoderSpec:
 
 def _read_indexer_sources(reader: ConfigReader) -> list[int | None]:
     """For each layer the layer whose token selection it reuses; None if it has its own indexer."""
-    count, kinds = reader.positive_int("num_hidden_layers"), _read_indexer_types(reader)
+    count, kinds = reader.positive_int("num_hidden_layers"), read_indexer_types(reader)
     if len(kinds) != count:
         reader.reject("indexer_types", f"names {len(kinds)} layers, but there are {count}")
     for kind in sorted(set(kinds) - set(_INDEXER_LETTERS.values())):
@@ -120,7 +120,7 @@ def _read_indexer_sources(reader: ConfigReader) -> list[int | None]:
     return sources
 
 
-def _read_indexer_types(reader: ConfigReader) -> list[str]:
+def read_indexer_types(reader: ConfigReader) -> list[str]:
     """Each layer's indexer type: from a list, a pattern of letters, or an interval."""
     config = reader.config
     types: Sequence[str] | None = config.get("indexer_types") or config.get("index_topk_pattern")

@@ -13,6 +13,7 @@ from miles.models.families import (
     gemma3,
     gemma4,
     glm,
+    glm5_next,
     glm_vl,
     gpt_oss,
     hunyuan,
@@ -35,6 +36,7 @@ from miles.models.families import (
     qwen3_next,
     qwen_vl,
     smollm3,
+    step3p5,
 )
 from miles.models.families.base import ModelFamily
 from miles.models.spec import DecoderSpec
@@ -46,6 +48,7 @@ _MODULES = (
     gemma3,
     gemma4,
     glm,
+    glm5_next,
     glm_vl,
     gpt_oss,
     hunyuan,
@@ -68,6 +71,7 @@ _MODULES = (
     qwen3_next,
     qwen_vl,
     smollm3,
+    step3p5,
 )
 FAMILIES: tuple[ModelFamily, ...] = tuple(family for module in _MODULES for family in module.FAMILIES)
 

@@ -61,6 +61,9 @@ class Attention(nn.Module):
         self._is_source = any(isinstance(mixer, AttentionSpec) and mixer.kv_source == layer for mixer in others)
         self.qkv = Linear(input_size or model.hidden_size, width, bias=spec.qkv_bias, **factory)
         self.output = Linear(queries, model.hidden_size, bias=spec.output_bias, **factory)
+        self.gate: Linear | None = None
+        if spec.head_gate:
+            self.gate = Linear(input_size or model.hidden_size, spec.num_heads, bias=False, **factory)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if spec.qk_norm in ("head", "all", "head_after_rope"):
@@ -71,7 +74,8 @@ class Attention(nn.Module):
             self.k_norm = None
         self.sinks = nn.Parameter(torch.empty(spec.num_heads, device=device, dtype=dtype)) if spec.sinks else None
         # The fused kernel covers QK-norm per head and then RoPE; nothing else may be between projection and attention.
-        is_plain = not (spec.gated or spec.value_norm or spec.value_from_key) and spec.temperature is None
+        is_gated = spec.gated or spec.head_gate
+        is_plain = not (is_gated or spec.value_norm or spec.value_from_key) and spec.temperature is None
         has_own_kv = spec.kv_source is None and not self._is_source
         self._fusable = is_plain and has_own_kv and spec.qk_norm in ("none", "head")
 
@@ -117,9 +121,17 @@ class Attention(nn.Module):
         if self._is_source:
             positions.shared_kv[self.layer] = k_TGd, v_TGd
         out_THd = attn_backend(self.layer, AttentionInputs(q_THd, k_TGd, v_TGd, self.params, self.sinks))
-        if gate_THd is not None:
-            out_THd = out_THd * (sigmoid(gate_THd) if self.numerics.batch_invariant else gate_THd.sigmoid())
-        return self.output(out_THd.flatten(1))
+        return self.output(self._apply_gate(out_THd, gate_THd, x_TD).flatten(1))
+
+    def _apply_gate(self, out_THd: Tensor, gate_THd: Tensor | None, x_TD: Tensor | QuantizedActivation) -> Tensor:
+        """Multiply the output by the sigmoid of its gate, if it has one of each channel or of each head."""
+        if self.gate is not None:
+            wide_TD = x_TD.wide if isinstance(x_TD, QuantizedActivation) else x_TD
+            assert wide_TD is not None, "gates of heads read the input before it is quantized"
+            gate_THd = self.gate(wide_TD).unsqueeze(-1)
+        if gate_THd is None:
+            return out_THd
+        return out_THd * (sigmoid(gate_THd) if self.numerics.batch_invariant else gate_THd.sigmoid())
 
     def _attend_to_source(
         self, x_TD: Tensor | QuantizedActivation, positions: Positions, attn_backend: AttentionBackend

@@ -50,7 +50,8 @@ class KimiDeltaAttention(nn.Module):
         self.f_a = Linear(width, spec.head_dim, **layer_factory)
         self.f_b = Linear(spec.head_dim, inner, **layer_factory)
         self.dt_bias = nn.Parameter(torch.empty(inner, **factory))
-        self.A_log = nn.Parameter(torch.empty(1, 1, spec.num_heads, 1, **factory))
+        rates = (spec.num_heads,) if spec.flat_rates else (1, 1, spec.num_heads, 1)
+        self.A_log = nn.Parameter(torch.empty(rates, **factory))
         self.b = Linear(width, spec.num_heads, **layer_factory)
         self.g_a = Linear(width, spec.head_dim, **layer_factory)
         self.g_b = Linear(spec.head_dim, inner, **layer_factory)
@@ -81,8 +82,11 @@ class KimiDeltaAttention(nn.Module):
     def _log_decay(self, f_TX: Tensor) -> Tensor:
         """Compute the logarithm of each channel's decay, in float32 because it is exponentiated again."""
         wide = torch.promote_types(f_TX.dtype, torch.float32)
-        step_TX = softplus(f_TX.to(wide) + self.dt_bias.to(wide), self.numerics)
-        return -self.A_log.view(-1, 1).to(wide).exp() * step_TX.unflatten(-1, (-1, self.spec.head_dim))
+        input_THd = (f_TX.to(wide) + self.dt_bias.to(wide)).unflatten(-1, (-1, self.spec.head_dim))
+        rate_H1 = self.A_log.view(-1, 1).to(wide).exp()
+        if self.spec.lower_bound is not None:
+            return self.spec.lower_bound * sigmoid(rate_H1 * input_THd, self.numerics)
+        return -rate_H1 * softplus(input_THd, self.numerics)
 
     def _gate(self, out_THd: Tensor, gate_THd: Tensor) -> Tensor:
         wide = torch.promote_types(gate_THd.dtype, torch.float32)

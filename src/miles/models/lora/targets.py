@@ -41,7 +41,7 @@ VISION = "vision"
 _VISION_GROUPS = {"attention": "vision.attn", "mlp": "vision.mlp"}
 _PROJECTOR = "vision.projector"
 # Small projections of a mixer that only select or scale.
-_EXCLUDED = ("ba", "b", "f_a", "f_b", "g_a", "g_b", "indexer")
+_EXCLUDED = ("ba", "b", "f_a", "f_b", "g_a", "g_b", "gate", "indexer")
 EXPERTS = "experts"
 _EXPERT_PARAMS = ("gate_up", "up", "down")
 # Megatron's names of a layer's matrices: module of a layer -> matrix -> name.
@@ -118,6 +118,11 @@ class LoraTarget:
         return self.group.startswith(VISION)
 
     @property
+    def owner(self) -> str:
+        """The module that a stacked tensor is a parameter of, for PEFT."""
+        return self.piece.hf_name.rpartition(".")[0]
+
+    @property
     def short_name(self) -> str:
         """The last component of its name, such as q_proj."""
         return self.module.rpartition(".")[2]
@@ -131,7 +136,9 @@ class LoraTarget:
     @property
     def rows(self) -> tuple[int, int]:
         """The rows of the decoder's matrix, or of that of each expert, which it is."""
-        return (0, self.outputs) if self.is_stacked else (self.piece.start, self.piece.stop)
+        if self.is_stacked:
+            return self.piece.matrix_rows or (0, self.outputs)
+        return self.piece.start, self.piece.stop
 
     @property
     def outputs(self) -> int:
@@ -221,7 +228,8 @@ def _list_expert_targets(name: str, slices: Iterable[HfSlice]) -> list[LoraTarge
     """List the projections of a layer's experts, each once for all experts."""
     experts: dict[int, list[HfSlice]] = {}
     for piece in slices:
-        experts.setdefault(piece.start if piece.expert is not None else 0, []).append(piece)
+        first = piece.matrix_rows[0] if piece.matrix_rows is not None else 0
+        experts.setdefault(piece.start if piece.expert is not None else first, []).append(piece)
     return [
         LoraTarget(name, pieces[0], EXPERTS, tuple(pieces) if pieces[0].expert is not None else ())
         for pieces in experts.values()
@@ -292,7 +300,7 @@ def peft_target_modules(spec: DecoderSpec, targets: Iterable[LoraTarget]) -> lis
 
 def peft_target_parameters(targets: Iterable[LoraTarget]) -> list[str]:
     """Return PEFT's ``target_parameters``: the names of experts that are one tensor in the checkpoint."""
-    return sorted(target.module for target in targets if target.is_stacked)
+    return sorted(target.piece.hf_name for target in targets if target.is_stacked)
 
 
 def _group(name: str) -> str | None:

@@ -340,6 +340,8 @@ def _layer_shards(layer: LayerSpec) -> TpShards:
         out |= {f"per_layer.{name}": _RESIDUAL for name in names}
     if layer.output_scale:
         out["output_scale"] = _RESIDUAL
+    if layer.hyper is not None:
+        out |= {f"{part}_hyper.{name}": _RESIDUAL for part in ("attention", "mlp") for name in ("fn", "base", "scale")}
     return out
 
 
@@ -378,6 +380,8 @@ def _attention(spec: AttentionSpec) -> TpShards:
         out["q_norm.weight"] = _REPLICATED if each else _row_shard(queries)
         if spec.kv_source is None:
             out["k_norm.weight"] = _REPLICATED if each else _row_shard(keys)
+    if spec.head_gate:
+        out |= _column_parallel("gate", _row_shard(ShardSegment(spec.num_heads)), bias=False)
     if spec.sinks:
         out["sinks"] = _row_shard(ShardSegment(spec.num_heads))
     return out
@@ -396,7 +400,8 @@ def _mla(spec: MlaSpec) -> TpShards:
         "kv_b", _row_shard(ShardSegment(spec.num_heads, spec.nope_dim + spec.value_dim)), bias=False
     )
     if spec.indexer is not None and spec.indexer.source is None:
-        names = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+        names = ["wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight"]
+        names += ["pool_gate.weight", "pool_bias"] if spec.indexer.pool > 1 else []
         out |= {f"indexer.{name}": _REPLICATED for name in names}
     return out | _row_parallel("output", ShardSegment(spec.num_heads, spec.value_dim), bias=spec.bias)
 
@@ -430,7 +435,7 @@ def _kda(spec: KimiDeltaSpec) -> TpShards:
         "conv": _row_shard(channels, channels, channels),
         "b.weight": _row_shard(heads),
         "dt_bias": _row_shard(channels),
-        "A_log": TpShard(dim=2, segments=(heads,)),
+        "A_log": TpShard(dim=0 if spec.flat_rates else 2, segments=(heads,)),
     }
     return out | _row_parallel("output", channels, bias=False)
 

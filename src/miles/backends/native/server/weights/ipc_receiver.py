@@ -143,7 +143,7 @@ class IpcReceiver:
             name, piece = index[hf_name]
             known = parts[name]
             covered[name] += prod(piece.shape)
-            if piece.transposed or known is None:
+            if piece.transposed or piece.matrix_rows is not None or known is None:
                 parts[name] = None
             else:
                 known.append((_find_start(piece, self._fresh[name]), checksum))
