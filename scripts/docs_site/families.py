@@ -143,10 +143,18 @@ PAGES = (
     ),
     FamilyPage(
         file="minimax",
-        title="MiniMax-M2",
-        families=("minimax_m2",),
+        title="MiniMax-M2 and M3",
+        families=("minimax_m2", "minimax_m3_vl"),
         start="MiniMaxAI/MiniMax-M2",
-        notes=("Sigmoid experts with a correction bias, which gets no gradient.", ROUTING),
+        notes=(
+            "Sigmoid experts with a correction bias, which gets no gradient.",
+            ROUTING,
+            "MiniMax-M3 attends to 16 blocks of 128 tokens, which an indexer selects for each key-value head; beside "
+            "keys and values a token caches one key of the indexer. The selection has no gradient, and is computed by "
+            "torch, without a fused kernel.",
+            "Of MiniMax-M3 the text model is read: prompts with images are refused, and an export keeps the tensors of "
+            "the vision tower as they are.",
+        ),
     ),
     FamilyPage(
         file="llama",

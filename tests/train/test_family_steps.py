@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lfm2": {},
     "hybrid kimi linear": {},
     "glm 5 shared choices": {"index_topk": 4},
+    "minimax-m3": {"index_block_size": 2, "index_topk_blocks": 2},
 }
 SFT = {"loss_type": "sft_loss"}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}
@@ -98,7 +99,7 @@ def test_a_step_is_the_one_of_transformers(kind, chunk, loss, algo, tmp_path):
     assert report.metrics["loss"] == pytest.approx(wanted.item(), rel=1e-5, abs=1e-6)
     assert report.metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert distance(weights(trainer), named(reference, tmp_path / "c")) < 1e-5
-    corrected = ("deepseek v3", "hybrid nemotron 3", "hybrid kimi linear", "glm 5 shared choices")
+    corrected = ("deepseek v3", "hybrid nemotron 3", "hybrid kimi linear", "glm 5 shared choices", "minimax-m3")
     assert bool(held) == (kind in corrected)
     assert all(torch.equal(trainer.weights()[name], tensor) for name, tensor in held.items())
 

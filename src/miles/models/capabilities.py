@@ -12,6 +12,7 @@ from miles.models.spec import (
     Mixer,
     MlaSpec,
     ShortConvSpec,
+    is_sparse,
 )
 
 # Channels of a head that the batch-invariant Triton kernels of softmax attention take at most.
@@ -34,6 +35,8 @@ def _check_mixer(mixer: Mixer | None) -> str | None:
             return "is a short convolution, and batch-invariant attention backends keep no state of earlier tokens"
         case MlaSpec() if mixer.indexer is not None:
             return "selects tokens by a DSA indexer, whose selection depends on rounding"
+        case AttentionSpec() if mixer.indexer is not None:
+            return "selects blocks of tokens by an indexer, whose selection depends on rounding"
         case AttentionSpec() if mixer.head_dim > MAX_HEAD_DIM:
             return f"has heads of {mixer.head_dim} channels, more than the {MAX_HEAD_DIM} of batch-invariant kernels"
         case _:
@@ -44,6 +47,6 @@ def check_prefix_sharing(spec: DecoderSpec) -> str | None:
     """Return why samples cannot share a common prefix in training (the end of a sentence), or None if they can."""
     if spec.recurrent:
         return "its recurrent layers carry a state through each whole sequence"
-    if any(isinstance(layer.mixer, MlaSpec) and layer.mixer.indexer is not None for layer in spec.layers):
+    if any(is_sparse(layer.mixer) for layer in spec.layers):
         return "its sparse attention selects among the tokens of a whole sequence"
     return None

@@ -182,7 +182,7 @@ class DecoderLayer(nn.Module):
         moe = self.moe
         if isinstance(attention, Attention) and self.attention_norm is not None:
             self.attention_norm.quantize_to = _fusable_format(attention.qkv.quantized, self.attention_norm)
-            self.attention_norm.keep_wide = attention.qkv.has_adapter
+            self.attention_norm.keep_wide = attention.qkv.has_adapter or attention.indexer is not None
         if self.mlp_norm is None:
             return
         if moe is not None and moe.spec.beside_mlp:

@@ -72,6 +72,20 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockIndexerSpec:
+    """Block-sparse attention: small heads select the ``top`` blocks of ``block`` tokens that each key-value head sees.
+
+    There is one indexer head of ``head_dim`` channels for each key-value head. The ``local`` last blocks are always
+    selected.
+    """
+
+    head_dim: int
+    block: int
+    top: int
+    local: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Softmax attention with grouped queries.
 
@@ -84,6 +98,7 @@ class AttentionSpec:
     projection, and values are projected keys, before their norm and RoPE. ``ignores_spans``: tokens of an image attend
     causally in this layer, in a model where they attend in both directions elsewhere. ``kv_source`` is the earlier
     layer whose keys and values this layer attends to, after their norm and RoPE; it then projects queries only.
+    ``indexer`` restricts attention to blocks of tokens that it selects.
     """
 
     num_heads: int
@@ -104,8 +119,11 @@ class AttentionSpec:
     value_from_key: bool = False
     ignores_spans: bool = False
     kv_source: int | None = None
+    indexer: BlockIndexerSpec | None = None
 
     def __post_init__(self) -> None:
+        if self.indexer is not None and (self.rope is None or self.kv_source is not None or self.window or self.chunk):
+            raise ValueError("block-sparse attention needs RoPE, its own keys and values, and no window or chunk")
         if self.kv_source is not None and (self.gated or self.qk_norm not in ("none", "head") or self.temperature):
             raise ValueError("attention to another layer's keys and values has no gate, and at most QK-norm per head")
         if self.num_heads % self.num_kv_heads:
@@ -278,6 +296,11 @@ class MoeSpec:
 RecurrentMixer = GatedDeltaNetSpec | KimiDeltaSpec | MambaSpec | ShortConvSpec
 Mixer = AttentionSpec | MlaSpec | RecurrentMixer
 FeedForward = MlpSpec | MoeSpec
+
+
+def is_sparse(mixer: Mixer | None) -> bool:
+    """Return whether an indexer selects which earlier tokens a layer attends to."""
+    return isinstance(mixer, AttentionSpec | MlaSpec) and mixer.indexer is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

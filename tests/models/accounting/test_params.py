@@ -9,6 +9,7 @@ from tests.parity.planes import spec_of_kind
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Ernie4_5_MoeConfig, Ernie4_5Config, Mistral4Config
 
+from miles.kernels.attention.params import BlockIndexerInputs
 from miles.kernels.fused.lm_head import compute_logits
 from miles.kernels.numerics import FAST
 from miles.models.accounting import params
@@ -75,6 +76,7 @@ ROUNDED = {
     "DeepSeek-V3": 671.0,
     "Kimi-K2": 1026.4,
     "MiniMax-M2": 228.7,
+    "MiniMax-M3": 426.2,
     "GLM-4.6": 352.8,
     "GLM-4.7-Flash": 29.9,
     "GLM-5": 743.9,
@@ -169,7 +171,8 @@ class Plainly:
     def __call__(self, layer, inputs):
         q_THd, k_TGd, v_TGe, params, _, index = inputs
         if index is not None and not isinstance(index, int):
-            torch.einsum("thd,sd->hts", index.q_THd, index.k_Td)
+            q_Thd = index.q_TGd if isinstance(index, BlockIndexerInputs) else index.q_THd
+            torch.einsum("thd,sd->hts", q_Thd, index.k_Td)
         each = q_THd.shape[1] // k_TGd.shape[1]
         k_THd, v_THe = k_TGd.repeat_interleave(each, 1), v_TGe.repeat_interleave(each, 1)
         scores_HTT = (q_THd.transpose(0, 1) @ k_THd.permute(1, 2, 0)) * params.scale
@@ -194,7 +197,8 @@ def test_forward_operations_are_those_torch_counts(kind):
 def unlimited(layer):
     """The layer without a window: ``Plainly`` looks at everything."""
     if isinstance(layer.mixer, AttentionSpec):
-        return replace(layer, mixer=replace(layer.mixer, window=None, chunk=None))
+        index = None if layer.mixer.indexer is None else replace(layer.mixer.indexer, top=TOKENS)
+        return replace(layer, mixer=replace(layer.mixer, window=None, chunk=None, indexer=index))
     if isinstance(layer.mixer, MlaSpec) and layer.mixer.indexer is not None:
         return replace(layer, mixer=replace(layer.mixer, indexer=replace(layer.mixer.indexer, top=TOKENS)))
     return layer

@@ -1,5 +1,6 @@
 """What all small models have in common, and what a kind of model is."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -17,8 +18,8 @@ SMALL = {
 
 
 class Kind(NamedTuple):
-    """A transformers model class, its config class, and the config's arguments beyond ``SMALL``."""
+    """A transformers model class, what builds its config, and the config's arguments beyond ``SMALL``."""
 
     model: type[PreTrainedModel]
-    config: type[PreTrainedConfig]
+    config: Callable[..., PreTrainedConfig]
     own: dict[str, Any]

@@ -41,6 +41,8 @@ def _unsupported_part(layer: LayerSpec, spec: DecoderSpec) -> str | None:
         return "a mixer other than attention"
     elif mixer.qk_norm not in ("none", "head"):
         return "QK-norm over all heads or after RoPE"
+    elif mixer.indexer is not None:
+        return "block-sparse attention"
     elif mixer.sinks or mixer.gated:
         return "attention sinks" if mixer.sinks else "a gate on the attention output"
     if ffn is None or layer.post_norms:

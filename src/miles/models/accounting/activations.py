@@ -86,7 +86,7 @@ class _SavedBytes:
             saved = 3 * queries if spec.qk_norm == "head" and not self.frozen else 2 * queries
             return self.numbers(saved) + self._attention_output(spec.num_heads, queries)
         own_values = spec.value_norm or spec.value_from_key
-        is_plain = not (spec.gated or own_values) and spec.temperature is None
+        is_plain = not (spec.gated or own_values) and spec.temperature is None and spec.indexer is None
         if self.triton_training and is_plain and spec.qk_norm in ("none", "head"):
             # Queries, keys and values as attention takes them, and the projection output if QK-norm needs it.
             made = 2 if spec.qk_norm == "head" else 1

@@ -361,7 +361,11 @@ def _mixer_flops(mixer: Mixer | None, context: float) -> float:
     match mixer:
         case AttentionSpec():
             visible = min(context, mixer.window or context, mixer.chunk or context)
-            return 4.0 * visible * mixer.num_heads * mixer.head_dim
+            scored = 0.0
+            if mixer.indexer is not None:
+                visible = min(visible, mixer.indexer.top * mixer.indexer.block)
+                scored = 2.0 * context * mixer.num_kv_heads * mixer.indexer.head_dim
+            return 4.0 * visible * mixer.num_heads * mixer.head_dim + scored
         case MlaSpec():
             index = mixer.indexer
             visible = context if index is None else min(context, index.top)

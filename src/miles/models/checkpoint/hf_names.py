@@ -63,6 +63,11 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "index_k": "wk",
         "index_k_norm": "k_norm",
         "index_weights": "weights_proj",
+        "block_indexer": "",
+        "block_index_q": "index_q_proj",
+        "block_index_k": "index_k_proj",
+        "block_index_q_norm": "index_q_norm",
+        "block_index_k_norm": "index_k_norm",
         "delta_qkvz": "in_proj_qkvz",
         "delta_ba": "in_proj_ba",
         "delta_qkv": "in_proj_qkv",
@@ -130,6 +135,18 @@ def map_attention(spec: AttentionSpec, width: int, module: ModuleNames) -> Param
             params |= module.tensor("k_norm.weight", "k_norm", (spec.head_dim if per_head else keys,))
     if spec.sinks:
         params |= module.tensor("sinks", "sinks", (spec.num_heads,), suffix="")
+    if spec.indexer is not None:
+        params |= _map_block_indexer(spec, width, module.submodule("indexer", "block_indexer"))
+    return params
+
+
+def _map_block_indexer(spec: AttentionSpec, width: int, module: ModuleNames) -> ParamMap:
+    assert spec.indexer is not None
+    channels = spec.indexer.head_dim
+    params = module.linear("q", {"block_index_q": spec.num_kv_heads * channels}, width, bias=False)
+    params |= module.linear("k", {"block_index_k": channels}, width, bias=False)
+    for name in ("q_norm", "k_norm"):
+        params |= module.tensor(f"{name}.weight", f"block_index_{name}", (channels,))
     return params
 
 

@@ -380,6 +380,9 @@ def _attention(spec: AttentionSpec) -> TpShards:
             out["k_norm.weight"] = _REPLICATED if each else _row_shard(keys)
     if spec.sinks:
         out["sinks"] = _row_shard(ShardSegment(spec.num_heads))
+    if spec.indexer is not None:
+        out["indexer.q.weight"] = _row_shard(ShardSegment(spec.num_kv_heads, spec.indexer.head_dim, repeat=True))
+        out |= {f"indexer.{name}.weight": _REPLICATED for name in ("k", "q_norm", "k_norm")}
     return out
 
 
