@@ -172,12 +172,16 @@ PAGES = (
     FamilyPage(
         file="gemma",
         title="Gemma",
-        families=("gemma2", "gemma3_text", "gemma3", "gemma4_text", "gemma4"),
+        families=("gemma2", "gemma3_text", "gemma3", "gemma3n_text", "gemma3n", "gemma4_text", "gemma4"),
         start="google/gemma-3-1b-it",
         notes=(
             "Windows in most layers keep the KV cache small.",
             "In Gemma 3 and 4 the tokens of an image attend to each other in both directions.",
-            "`--parity exact` is refused for the layers of Gemma 4 without a window, whose heads have 512 channels.",
+            "Of Gemma 3n the text model is read: prompts with images or audio are refused, and an export keeps the "
+            "tensors of both towers as they are. A layer has four residual streams (AltUp), which torch mixes without "
+            "a fused kernel.",
+            "`--parity exact` is refused for the layers of Gemma 4 without a window, whose heads have 512 channels, "
+            "and for Gemma 3n, whose streams are mixed by operations that are not batch-invariant.",
             IMAGES,
         ),
     ),

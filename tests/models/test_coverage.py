@@ -61,6 +61,7 @@ END = "<!-- end of coverage -->"
 RAGGED = (7, 1, 30, 3, 12, 12, 90)
 # Families that are another one under another name: the text model inside a model of pictures, for one.
 SAME = {
+    "gemma3n": "gemma3n_text",
     "kimi_k2": "deepseek_v3",
     "mimo": "qwen2",
 }
@@ -128,8 +129,12 @@ def made_of(layer: LayerSpec) -> Iterator[str]:
         yield from (name for name, there in named.items() if there)
     elif isinstance(ffn, MlpSpec) and not ffn.gated:
         yield "plain MLP"
+    if isinstance(ffn, MlpSpec) and ffn.sparsity:
+        yield "sparse activations"
     if layer.post_norms:
         yield "norms on both sides"
+    if layer.altup is not None:
+        yield from ("residual streams (AltUp)", "learned residual (LAuReL)", "per-layer inputs")
 
 
 def tower_of(spec: DecoderSpec) -> Iterator[str]:

@@ -24,6 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "hybrid kimi linear": {},
     "glm 5 shared choices": {"index_topk": 4},
     "minimax-m3": {"index_block_size": 2, "index_topk_blocks": 2},
+    "gemma3n": {"sliding_window": 4},
 }
 SFT = {"loss_type": "sft_loss"}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}

@@ -23,6 +23,8 @@ def check_batch_invariance(spec: DecoderSpec) -> str | None:
     """Return why a model has no batch-invariant kernels (the end of a sentence), or None if it has."""
     if isinstance(spec, HfAdapterSpec):
         return f"{spec.architecture} is computed by transformers, whose operations are not batch-invariant"
+    if spec.altup is not None:
+        return "its residual streams (AltUp) are mixed by operations that are not batch-invariant"
     problems = ((i, _check_mixer(layer.mixer)) for i, layer in enumerate(spec.layers))
     return next((f"layer {i} {problem}" for i, problem in problems if problem is not None), None)
 

@@ -36,6 +36,9 @@ _NARROW = (
     "kda.A_log",
     "shared_gate.weight",
     "indexer.weights_proj.weight",
+    "altup.prediction.weight",
+    "altup.correction.weight",
+    "altup.router.weight",
 )
 
 _VISION = "vision."

@@ -238,12 +238,21 @@ class ShortConvSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
-    """Up and down projections with an activation; ``gated`` adds a gate projection."""
+    """Up and down projections with an activation; ``gated`` adds a gate projection.
+
+    ``sparsity`` (activation sparsity) subtracts a cutoff from a token's gates and zeroes those below it: the quantile
+    of that order of a normal distribution with their mean and variance. 0 is none.
+    """
 
     size: int
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
+    sparsity: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sparsity < 1 or (self.sparsity and not self.gated):
+            raise ValueError("activation sparsity is at least 0, below 1, and for a gated MLP")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,11 +313,29 @@ def is_sparse(mixer: Mixer | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AltUpSpec:
+    """AltUp (alternating updates): ``streams`` residual streams, of which a layer computes the ``active`` one.
+
+    A layer first predicts all streams from all of them, and then corrects them by the difference between its output and
+    the prediction.
+    """
+
+    streams: int
+    active: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.active < self.streams:
+            raise ValueError(f"stream {self.active} is none of the {self.streams} streams")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer: a mixer, a feed-forward part, or both; ``post_norms`` also normalizes the output of each.
 
     ``output_scale`` multiplies the residual stream behind the layer by a number of the checkpoint that is not trained.
     ``per_layer_size`` is the width of the layer's own input (``PerLayerInputSpec``), 0 if it has none.
+    ``laurel_rank`` (LAuReL) is the rank of a learned residual connection beside the mixer, 0 if there is none. Layers
+    with ``altup`` have a mixer and an MLP with norms on both sides, a learned residual and an input of their own.
     """
 
     mixer: Mixer | None
@@ -316,6 +343,16 @@ class LayerSpec:
     post_norms: bool = False
     output_scale: bool = False
     per_layer_size: int = 0
+    laurel_rank: int = 0
+    altup: AltUpSpec | None = None
+
+    def __post_init__(self) -> None:
+        has_parts = self.mixer is not None and isinstance(self.ffn, MlpSpec) and self.post_norms
+        is_whole = has_parts and self.per_layer_size > 0 and self.laurel_rank > 0 and not self.output_scale
+        if (self.altup is not None and not is_whole) or (self.laurel_rank and self.altup is None):
+            raise ValueError(
+                "AltUp and a learned residual go together, with a mixer, an MLP, post norms and per-layer inputs"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,12 +360,14 @@ class PerLayerInputSpec:
     """Per-layer embeddings: an input of ``size`` channels for each layer, from the token and from its embedding.
 
     Placeholders of images have the embedding of ``pad_token_id`` in the table of ``vocab_size`` tokens. It is not
-    trained; None is a model of text.
+    trained; None is a model of text. Tokens beyond the table have the embedding of ``beyond_token_id``; None: all are
+    in it.
     """
 
     size: int
     vocab_size: int
     pad_token_id: int | None = None
+    beyond_token_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,7 +391,8 @@ class DecoderSpec:
     ``norm_offset`` is added to every norm's weight. ``embedding_scale`` multiplies the embedding; ``logit_softcap``
     soft-caps the logits. ``quantization`` says which weights are quantized; None is none of them. ``adapters`` are LoRA
     factors that the decoder holds as parameters of its own. ``vision`` is the tower of a vision-language model.
-    ``per_layer_input`` are embeddings that every layer reads (its ``per_layer_size`` says so too).
+    ``per_layer_input`` are embeddings that every layer reads (its ``per_layer_size`` says so too). ``altup`` are the
+    residual streams, if there are several (every layer says so too).
     """
 
     family: str
@@ -370,9 +410,12 @@ class DecoderSpec:
     adapters: AdapterSpec | None = None
     vision: VisionSpec | None = None
     per_layer_input: PerLayerInputSpec | None = None
+    altup: AltUpSpec | None = None
 
     def __post_init__(self) -> None:
         self._check_kv_sources()
+        if any(layer.altup != self.altup for layer in self.layers):
+            raise ValueError("all layers must have the residual streams of the decoder")
         if self.vision is None or not self.vision.bidirectional_spans:
             return
         for number, layer in enumerate(self.layers):

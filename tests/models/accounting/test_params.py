@@ -7,7 +7,7 @@ import torch
 from tests.models.oracle import KINDS, hf_model, twin
 from tests.parity.planes import spec_of_kind
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Ernie4_5_MoeConfig, Ernie4_5Config, Mistral4Config
+from transformers import Ernie4_5_MoeConfig, Ernie4_5Config, Gemma3nTextConfig, Mistral4Config
 
 from miles.kernels.attention.params import BlockIndexerInputs
 from miles.kernels.fused.lm_head import compute_logits
@@ -91,12 +91,14 @@ ROUNDED = {
     "ERNIE-4.5-0.3B-PT": 0.4,
     "ERNIE-4.5-21B-A3B-PT": 21.8,
     "Mistral-Small-4-119B-2603": 119.0,
+    "Gemma-3n-E4B": 6.8,
 }
 # Configs that are the defaults of transformers' config class, which its documentation says are those of the model.
 DEFAULTS = {
     "ERNIE-4.5-0.3B-PT": Ernie4_5Config,
     "ERNIE-4.5-21B-A3B-PT": Ernie4_5_MoeConfig,
     "Mistral-Small-4-119B-2603": Mistral4Config,
+    "Gemma-3n-E4B": Gemma3nTextConfig,
 }
 
 

@@ -182,7 +182,8 @@ class _EagerAttention(torch.autograd.Function):
         params: AttentionParams,
         block: int,
     ) -> Tensor:
-        ctx.params, ctx.groups, ctx.block = params, k_BMGd.shape[2], block
+        ctx.params, ctx.groups = params, k_BMGd.shape[2]
+        ctx.block = block
         ctx.wide = torch.promote_types(q_BSHd.dtype, torch.float32)
         q_BGrSd, k_BGMd, v_BGMe = _group_heads(ctx, q_BSHd, k_BMGd, v_BMGe)
         out_BSHe = q_BSHd.new_empty(*q_BSHd.shape[:3], v_BMGe.shape[3])

@@ -38,6 +38,18 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "per_layer_table": "model.embed_tokens_per_layer",
         "per_layer_inputs": "model.per_layer_model_projection",
         "per_layer_inputs_norm": "model.per_layer_projection_norm",
+        "altup_projection": "model.altup_projections.{}",
+        "altup_unembed": "model.altup_unembed_projections.{}",
+        "altup": "altup",
+        "altup_prediction": "prediction_coefs",
+        "altup_correction": "correction_coefs",
+        "altup_router": "modality_router",
+        "altup_router_norm": "router_norm",
+        "altup_scale": "correct_output_scale",
+        "laurel": "laurel",
+        "laurel_left": "linear_left",
+        "laurel_right": "linear_right",
+        "laurel_norm": "post_laurel_norm",
         # mixers
         "attention": "self_attn",
         "mla": "self_attn",
@@ -238,6 +250,22 @@ def map_short_conv(spec: ShortConvSpec, width: int, module: ModuleNames) -> Para
     if spec.bias:
         params |= module.tensor("conv_bias", "conv", (spec.channels,), suffix="bias")
     return params | module.linear("output", {"recurrent_out": width}, spec.channels, bias=spec.bias)
+
+
+def map_altup(streams: int, width: int, module: ModuleNames) -> ParamMap:
+    """AltUp: coefficients of predictions and corrections, the router, and the scale of the active stream."""
+    params = module.linear("prediction", {"altup_prediction": streams**2}, streams, bias=False)
+    params |= module.linear("correction", {"altup_correction": streams}, streams, bias=False)
+    params |= module.linear("router", {"altup_router": streams}, width, bias=False)
+    params |= module.tensor("router_norm.weight", "altup_router_norm", (width,))
+    return params | module.tensor("output_scale", "altup_scale", (width,), suffix="")
+
+
+def map_laurel(rank: int, width: int, module: ModuleNames) -> ParamMap:
+    """LAuReL: two projections and a norm."""
+    params = module.linear("left", {"laurel_left": rank}, width, bias=False)
+    params |= module.linear("right", {"laurel_right": width}, rank, bias=False)
+    return params | module.tensor("norm.weight", "laurel_norm", (width,))
 
 
 def map_mlp(spec: MlpSpec, width: int, module: ModuleNames) -> ParamMap:

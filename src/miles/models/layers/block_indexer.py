@@ -35,7 +35,8 @@ class BlockIndexer(nn.Module):
     ) -> None:
         super().__init__()
         assert attention.indexer is not None and attention.rope is not None
-        self.spec, self.rope, self.numerics = attention.indexer, attention.rope, numerics
+        self.spec, self.rope = attention.indexer, attention.rope
+        self.numerics = numerics
         factory: dict[str, Any] = {"device": device, "dtype": dtype, "numerics": numerics}
         channels = self.spec.head_dim
         self.q = Linear(model.hidden_size, attention.num_kv_heads * channels, bias=False, **factory)
