@@ -118,7 +118,7 @@ PAGES = (
     FamilyPage(
         file="glm",
         title="GLM",
-        families=("glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "glm4v", "glm46v", "glm4v_moe"),
+        families=("glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "glm4v", "glm46v", "glm4v_moe", "glm_ocr"),
         start="zai-org/GLM-4.5-Air",
         notes=(
             "GLM-4.5 to 4.7 have attention with partial rotary positions; 4.7-Flash and GLM-5 have latent "
