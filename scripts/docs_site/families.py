@@ -128,6 +128,7 @@ PAGES = (
             "glm4v",
             "glm46v",
             "glm4v_moe",
+            "glm_ocr",
         ),
         start="zai-org/GLM-4.5-Air",
         notes=(
@@ -156,10 +157,18 @@ PAGES = (
     ),
     FamilyPage(
         file="minimax",
-        title="MiniMax-M2",
-        families=("minimax_m2",),
+        title="MiniMax-M2 and M3",
+        families=("minimax_m2", "minimax_m3_vl"),
         start="MiniMaxAI/MiniMax-M2",
-        notes=("Sigmoid experts with a correction bias, which gets no gradient.", ROUTING),
+        notes=(
+            "Sigmoid experts with a correction bias, which gets no gradient.",
+            ROUTING,
+            "MiniMax-M3 attends to 16 blocks of 128 tokens, which an indexer selects for each key-value head; beside "
+            "keys and values a token caches one key of the indexer. The selection has no gradient, and is computed by "
+            "torch, without a fused kernel.",
+            "Of MiniMax-M3 the text model is read: prompts with images are refused, and an export keeps the tensors of "
+            "the vision tower as they are.",
+        ),
     ),
     FamilyPage(
         file="llama",
@@ -177,12 +186,16 @@ PAGES = (
     FamilyPage(
         file="gemma",
         title="Gemma",
-        families=("gemma2", "gemma3_text", "gemma3", "gemma4_text", "gemma4"),
+        families=("gemma2", "gemma3_text", "gemma3", "gemma3n_text", "gemma3n", "gemma4_text", "gemma4"),
         start="google/gemma-3-1b-it",
         notes=(
             "Windows in most layers keep the KV cache small.",
             "In Gemma 3 and 4 the tokens of an image attend to each other in both directions.",
-            "`--parity exact` is refused for the layers of Gemma 4 without a window, whose heads have 512 channels.",
+            "Of Gemma 3n the text model is read: prompts with images or audio are refused, and an export keeps the "
+            "tensors of both towers as they are. A layer has four residual streams (AltUp), which torch mixes without "
+            "a fused kernel.",
+            "`--parity exact` is refused for the layers of Gemma 4 without a window, whose heads have 512 channels, "
+            "and for Gemma 3n, whose streams are mixed by operations that are not batch-invariant.",
             IMAGES,
         ),
     ),

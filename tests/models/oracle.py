@@ -68,10 +68,15 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     return revert_weight_conversion(model, got)
 
 
+def published(spec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the names of published checkpoints, which are not always those that transformers saves."""
+    published_name = find_family(spec.family).published_name
+    return {published_name(name): tensor for name, tensor in tensors.items()}
+
+
 def assemble(spec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our tensors out of ``saved`` ones (or ``gradients``), by the names table."""
-    published_name = find_family(spec.family).published_name
-    tensors = {published_name(name): tensor for name, tensor in tensors.items()}
+    tensors = published(spec, tensors)
     ours = {}
     for name, pieces in param_map.build_param_map(spec).items():
         ours[name] = torch.zeros(param_map.param_shape(pieces))

@@ -23,7 +23,6 @@ from tests.models.oracle import (
     hf_model,
     our_logits,
     relative,
-    saved,
     tokens_of,
     twin,
 )
@@ -51,6 +50,7 @@ from miles.models.spec import (
     KimiDeltaSpec,
     LayerSpec,
     MambaSpec,
+    Mixer,
     MlaSpec,
     MlpSpec,
     MoeSpec,
@@ -63,6 +63,7 @@ END = "<!-- end of coverage -->"
 RAGGED = (7, 1, 30, 3, 12, 12, 90)
 # Families that are another one under another name: the text model inside a model of pictures, for one.
 SAME = {
+    "gemma3n": "gemma3n_text",
     "kimi_k2": "deepseek_v3",
     "mimo": "qwen2",
     "step3p5": "step3p7",
@@ -99,8 +100,7 @@ def specs() -> dict[str, list[tuple[str, DecoderSpec]]]:
     return found
 
 
-def made_of(layer: LayerSpec) -> Iterator[str]:
-    mixer, ffn = layer.mixer, layer.ffn
+def mixer_made_of(mixer: Mixer | None) -> Iterator[str]:
     if isinstance(mixer, AttentionSpec):
         yield "attention"
         named = {
@@ -111,6 +111,7 @@ def made_of(layer: LayerSpec) -> Iterator[str]:
             "output gate": mixer.gated,
             "gate of each head": mixer.head_gate,
             "q-k norm": mixer.qk_norm != "none",
+            "indexer of blocks": mixer.indexer is not None,
             "no positions": mixer.rope is None,
             "partial rotary": mixer.rope is not None and mixer.rope.dim not in (None, mixer.head_dim),
         }
@@ -125,6 +126,11 @@ def made_of(layer: LayerSpec) -> Iterator[str]:
         yield from (kind,) if kind != "default" else ()
     elif mixer is not None:
         yield RECURRENT[type(mixer)]
+
+
+def made_of(layer: LayerSpec) -> Iterator[str]:
+    ffn = layer.ffn
+    yield from mixer_made_of(layer.mixer)
     if isinstance(ffn, MoeSpec):
         yield f"{ffn.score} experts"
         named = {"expert groups": ffn.groups > 1, "correction bias": ffn.correction, "shared expert": ffn.shared}
@@ -133,10 +139,14 @@ def made_of(layer: LayerSpec) -> Iterator[str]:
         yield from (name for name, there in named.items() if there)
     elif isinstance(ffn, MlpSpec) and not ffn.gated:
         yield "plain MLP"
+    if isinstance(ffn, MlpSpec) and ffn.sparsity:
+        yield "sparse activations"
     if layer.post_norms:
         yield "norms on both sides"
     if layer.hyper is not None:
         yield "hyper-connections"
+    if layer.altup is not None:
+        yield from ("residual streams (AltUp)", "learned residual (LAuReL)", "per-layer inputs")
 
 
 def tower_of(spec: DecoderSpec) -> Iterator[str]:
@@ -181,8 +191,8 @@ def errors(kind: str, folder: Path) -> tuple[float, float, float]:
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(folder / "theirs")
     hf.export(hf.load(folder / "theirs", device="cpu"), folder / "ours", like=folder / "theirs")
-    again = saved(type(model).from_pretrained(folder / "ours"))
-    assert all(torch.equal(tensor, again[name]) for name, tensor in saved(model).items())
+    again = type(model).from_pretrained(folder / "ours").state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
     return relative(ours.detach(), theirs.detach()), steep, sampled(model, decoder)
 
 

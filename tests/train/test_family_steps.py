@@ -25,6 +25,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "hybrid kimi linear": {},
     "hybrid glm 5.3 flash": {"index_topk": 8},
     "glm 5 shared choices": {"index_topk": 4},
+    "minimax-m3": {"index_block_size": 2, "index_topk_blocks": 2},
+    "gemma3n": {"sliding_window": 4},
 }
 SFT = {"loss_type": "sft_loss"}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}
@@ -101,7 +103,7 @@ def test_a_step_is_the_one_of_transformers(kind, chunk, loss, algo, tmp_path):
     assert report.metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert distance(weights(trainer), named(reference, tmp_path / "c")) < 1e-5
     corrected = ("deepseek v3", "step 3.7", "hybrid nemotron 3", "hybrid kimi linear", "glm 5 shared choices")
-    corrected += ("hybrid glm 5.3 flash",)
+    corrected += ("hybrid glm 5.3 flash", "minimax-m3")
     assert bool(held) == (kind in corrected)
     assert all(torch.equal(trainer.weights()[name], tensor) for name, tensor in held.items())
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from miles.core.errors import UsageError
 from miles.models.parallel import tp_sharding as shard
-from miles.models.spec import DecoderSpec, MlaSpec, RecurrentMixer
+from miles.models.spec import DecoderSpec, RecurrentMixer, is_sparse
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def _find_context_problem(spec: DecoderSpec) -> str | None:
         match layer.mixer:
             case mixer if isinstance(mixer, RecurrentMixer):
                 return f"layer {i} has a recurrent state"
-            case MlaSpec() if layer.mixer.indexer is not None:
+            case mixer if is_sparse(mixer):
                 return f"layer {i} selects tokens among all preceding ones (sparse attention)"
             case _:
                 pass

@@ -8,6 +8,7 @@ from miles.models.spec import (
     DecoderSpec,
     Mixer,
     MlaSpec,
+    is_sparse,
 )
 
 # Channels of a head that the batch-invariant Triton kernels of softmax attention take at most.
@@ -18,12 +19,19 @@ def check_batch_invariance(spec: DecoderSpec) -> str | None:
     """Return why a model has no batch-invariant kernels (the end of a sentence), or None if it has."""
     if isinstance(spec, HfAdapterSpec):
         return f"{spec.architecture} is computed by transformers, whose operations are not batch-invariant"
+    if spec.altup is not None or spec.streams > 1:
+        name = "AltUp" if spec.altup is not None else "hyper-connections"
+        return f"its residual streams ({name}) are mixed by operations that are not batch-invariant"
     problems = ((i, _check_mixer(layer.mixer)) for i, layer in enumerate(spec.layers))
     return next((f"layer {i} {problem}" for i, problem in problems if problem is not None), None)
 
 
 def _check_mixer(mixer: Mixer | None) -> str | None:
     match mixer:
+        case AttentionSpec() if mixer.indexer is not None:
+            return "selects blocks of tokens by an indexer, whose selection depends on rounding"
+        case MlaSpec() if mixer.indexer is not None and mixer.indexer.pool > 1:
+            return "selects pools of tokens by an indexer, whose selection depends on rounding"
         case AttentionSpec() if mixer.head_dim > MAX_HEAD_DIM:
             return f"has heads of {mixer.head_dim} channels, more than the {MAX_HEAD_DIM} of batch-invariant kernels"
         case _:
@@ -34,6 +42,6 @@ def check_prefix_sharing(spec: DecoderSpec) -> str | None:
     """Return why samples cannot share a common prefix in training (the end of a sentence), or None if they can."""
     if spec.recurrent:
         return "its recurrent layers carry a state through each whole sequence"
-    if any(isinstance(layer.mixer, MlaSpec) and layer.mixer.indexer is not None for layer in spec.layers):
+    if any(is_sparse(layer.mixer) for layer in spec.layers):
         return "its sparse attention selects among the tokens of a whole sequence"
     return None

@@ -16,6 +16,7 @@ from miles.kernels.numerics import FAST, Numerics
 from miles.kernels.quantized.activation_quant import supports_fused_quantization
 from miles.models.activation_checkpointing import CheckpointFn, checkpoint_full
 from miles.models.hidden_capture import HiddenCapture
+from miles.models.layers.altup import AltUp, AltUpStreams, Laurel
 from miles.models.layers.attention import Attention
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.gated_deltanet import GatedDeltaNet
@@ -96,9 +97,14 @@ class DecoderLayer(nn.Module):
             self.moe = MoeMlp(spec.hidden_size, layer.ffn, spec.moe_layers.index(index), **norm_options, **factory)
         self.mlp_post_norm = norm(layer.ffn is not None and layer.post_norms)
         self.per_layer: PerLayerInput | None = None
+        options: dict[str, Any] = {"eps": spec.norm_eps, "offset": spec.norm_offset, **factory}
         if layer.per_layer_size:
-            options: dict[str, Any] = {"eps": spec.norm_eps, "offset": spec.norm_offset, **factory}
             self.per_layer = PerLayerInput(spec.hidden_size, layer.per_layer_size, **options)
+        self.laurel: Laurel | None = None
+        self.altup: AltUp | None = None
+        if layer.altup is not None:
+            self.laurel = Laurel(layer.laurel_rank, spec.hidden_size, **options)
+            self.altup = AltUp(layer.altup, spec.hidden_size, **options)
         self.output_scale: nn.Parameter | None = None
         if layer.output_scale:
             self.output_scale = nn.Parameter(torch.empty(1, device=device, dtype=dtype), requires_grad=False)
@@ -137,11 +143,13 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream and the output still to be added to it: the next norm fuses add and norm.
 
-        ``input_TP`` is the layer's own input, if it has one. With hyper-connections the residual stream is several,
-        [T, S, D], to which nothing is still to be added.
+        ``input_TP`` is the layer's own input, if it has one. With hyper-connections or AltUp the residual stream is
+        several, [T, S, D], to which nothing is still to be added.
         """
         if self.attention_hyper is not None:
             return self._run_streams(x_TD, positions, attn_backend, routing), None
+        if self.altup is not None:
+            return self._run_altup(x_TD, positions, attn_backend, input_TP), None
         if self.attention_norm is not None:
             x_TD, y_TD = self.attention_norm.add_norm_quantized(x_TD, deferred_TD)
             mixer = self.get_submodule(self._mixer)
@@ -183,6 +191,23 @@ class DecoderLayer(nn.Module):
             out_TD = self._run_moe(read_TD, y_TD, routing)
         return self.mlp_hyper.join(out_TD, x_TSD, mixing)
 
+    def _run_altup(
+        self, x_TND: Tensor, positions: Positions, attn_backend: AttentionBackend, input_TP: Tensor | None
+    ) -> Tensor:
+        """Return the residual streams after this layer."""
+        altup, laurel, per_layer = self.altup, self.laurel, self.per_layer
+        assert altup is not None and laurel is not None and per_layer is not None and input_TP is not None
+        assert self.attention_norm is not None and self.attention_post_norm is not None
+        assert self.mlp is not None and self.mlp_norm is not None and self.mlp_post_norm is not None
+        predicted_TND = altup.predict(x_TND)
+        active_TD = predicted_TND[:, altup.spec.active]
+        y_TD = self.attention_norm(active_TD)
+        mixed_TD = self._leave_tp(self.get_submodule(self._mixer)(self._enter_tp(y_TD), positions, attn_backend))
+        x_TD = (active_TD + self.attention_post_norm(mixed_TD) + laurel(y_TD)) * 2.0**-0.5
+        out_TD = self._leave_tp(self.mlp(self._enter_tp(self.mlp_norm(x_TD))))
+        corrected_TND = altup.correct(predicted_TND, x_TD + self.mlp_post_norm(out_TD))
+        return altup.add_to_others(corrected_TND, per_layer(altup.scale_active(corrected_TND), input_TP))
+
     def _run_moe(self, x_TD: Tensor, y_TD: Tensor | QuantizedActivation, routing: Routing | None) -> Tensor:
         """Run the experts on the residual stream behind the norm, or on itself if they are beside an MLP."""
         moe = self.moe
@@ -210,7 +235,8 @@ class DecoderLayer(nn.Module):
         moe = self.moe
         if isinstance(attention, Attention) and self.attention_norm is not None:
             self.attention_norm.quantize_to = _fusable_format(attention.qkv.quantized, self.attention_norm)
-            self.attention_norm.keep_wide = attention.qkv.has_adapter or attention.gate is not None
+            reads_wide = attention.gate is not None or attention.indexer is not None
+            self.attention_norm.keep_wide = attention.qkv.has_adapter or reads_wide
         if self.mlp_norm is None:
             return
         if moe is not None and moe.spec.beside_mlp:
@@ -255,6 +281,7 @@ class Decoder(nn.Module):
         if spec.per_layer_input is not None:
             options: dict[str, Any] = {"eps": spec.norm_eps, "offset": spec.norm_offset, **factory}
             self.per_layer = PerLayerEmbedding(spec.per_layer_input, spec.num_layers, spec.hidden_size, **options)
+        self.altup = None if spec.altup is None else AltUpStreams(spec.altup, spec.hidden_size, **factory)
         self.layers = nn.ModuleList(DecoderLayer(spec, i, **factory) for i in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, offset=spec.norm_offset, **factory)
         self.lm_head: Linear | None = None
@@ -321,8 +348,7 @@ class Decoder(nn.Module):
         inputs_TLP: Tensor | None = None
         if self.per_layer is not None:
             inputs_TLP = self.per_layer(tokens_T, x_TD, None if vision is None else vision.token_I)
-        if self.spec.streams > 1:
-            x_TD = x_TD.unsqueeze(1).expand(-1, self.spec.streams, -1)
+        x_TD = self._split_streams(x_TD)
         deferred_TD: Tensor | None = None
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
@@ -337,9 +363,21 @@ class Decoder(nn.Module):
                 x_TD = x_TD if deferred_TD is None else x_TD + deferred_TD
                 x_TD, deferred_TD = _add_rows(x_TD, vision.token_I, features.deepstack[number]), None
             if capture is not None and capture.wants(number):
-                capture.store(number, x_TD.mean(1) if self.spec.streams > 1 else x_TD, deferred_TD)
-        x_TD = x_TD.mean(1) if self.spec.streams > 1 else x_TD
+                capture.store(number, self._join_streams(x_TD), deferred_TD)
+        x_TD = self._join_streams(x_TD)
         return self.norm.add_norm(x_TD, deferred_TD)[1]
+
+    def _split_streams(self, x_TD: Tensor) -> Tensor:
+        """Return the residual streams [T, S, D] of a decoder that has several."""
+        if self.altup is not None:
+            return self.altup.split(x_TD)
+        return x_TD if self.spec.streams == 1 else x_TD.unsqueeze(1).expand(-1, self.spec.streams, -1)
+
+    def _join_streams(self, x_TD: Tensor) -> Tensor:
+        """Return the hidden states of a decoder's residual streams, if it has several."""
+        if self.altup is not None:
+            return self.altup.join(x_TD)
+        return x_TD if self.spec.streams == 1 else x_TD.mean(1)
 
     def _encode_images(self, vision: VisionInputs, checkpoint_fn: CheckpointFn | None) -> VisionFeatures:
         """Return the features of every placeholder token."""

@@ -40,6 +40,9 @@ _NARROW = (
     "shared_gate.weight",
     "indexer.weights_proj.weight",
     "indexer.pool_bias",
+    "altup.prediction.weight",
+    "altup.correction.weight",
+    "altup.router.weight",
 )
 
 _VISION = "vision."

@@ -73,6 +73,20 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockIndexerSpec:
+    """Block-sparse attention: small heads select the ``top`` blocks of ``block`` tokens that each key-value head sees.
+
+    There is one indexer head of ``head_dim`` channels for each key-value head. The ``local`` last blocks are always
+    selected.
+    """
+
+    head_dim: int
+    block: int
+    top: int
+    local: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Softmax attention with grouped queries.
 
@@ -85,7 +99,8 @@ class AttentionSpec:
     of each head, without weights. ``value_from_key``: there is no value projection, and values are projected keys,
     before their norm and RoPE. ``ignores_spans``: tokens of an image attend causally in this layer, in a model where
     they attend in both directions elsewhere. ``kv_source`` is the earlier layer whose keys and values this layer
-    attends to, after their norm and RoPE; it then projects queries only.
+    attends to, after their norm and RoPE; it then projects queries only. ``indexer`` restricts attention to blocks of
+    tokens that it selects.
     """
 
     num_heads: int
@@ -107,8 +122,11 @@ class AttentionSpec:
     value_from_key: bool = False
     ignores_spans: bool = False
     kv_source: int | None = None
+    indexer: BlockIndexerSpec | None = None
 
     def __post_init__(self) -> None:
+        if self.indexer is not None and (self.rope is None or self.kv_source is not None or self.window or self.chunk):
+            raise ValueError("block-sparse attention needs RoPE, its own keys and values, and no window or chunk")
         is_gated = self.gated or self.head_gate
         if self.kv_source is not None and (is_gated or self.qk_norm not in ("none", "head") or self.temperature):
             raise ValueError("attention to another layer's keys and values has no gate, and at most QK-norm per head")
@@ -230,12 +248,21 @@ class ShortConvSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
-    """Up and down projections with an activation; ``gated`` adds a gate projection."""
+    """Up and down projections with an activation; ``gated`` adds a gate projection.
+
+    ``sparsity`` (activation sparsity) subtracts a cutoff from a token's gates and zeroes those below it: the quantile
+    of that order of a normal distribution with their mean and variance. 0 is none.
+    """
 
     size: int
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
+    sparsity: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sparsity < 1 or (self.sparsity and not self.gated):
+            raise ValueError("activation sparsity is at least 0, below 1, and for a gated MLP")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +317,27 @@ Mixer = AttentionSpec | MlaSpec | RecurrentMixer
 FeedForward = MlpSpec | MoeSpec
 
 
+def is_sparse(mixer: Mixer | None) -> bool:
+    """Return whether an indexer selects which earlier tokens a layer attends to."""
+    return isinstance(mixer, AttentionSpec | MlaSpec) and mixer.indexer is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AltUpSpec:
+    """AltUp (alternating updates): ``streams`` residual streams, of which a layer computes the ``active`` one.
+
+    A layer first predicts all streams from all of them, and then corrects them by the difference between its output and
+    the prediction.
+    """
+
+    streams: int
+    active: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.active < self.streams:
+            raise ValueError(f"stream {self.active} is none of the {self.streams} streams")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HyperConnectionSpec:
     """Hyper-connections (mHC): ``streams`` residual streams, mixed by matrices of so many Sinkhorn ``iterations``."""
@@ -310,7 +358,9 @@ class LayerSpec:
 
     ``output_scale`` multiplies the residual stream behind the layer by a number of the checkpoint that is not trained.
     ``per_layer_size`` is the width of the layer's own input (``PerLayerInputSpec``), 0 if it has none. ``hyper`` are
-    the hyper-connections of a decoder with several residual streams.
+    the hyper-connections of a decoder with several residual streams. ``laurel_rank`` (LAuReL) is the rank of a learned
+    residual connection beside the mixer, 0 if there is none. Layers with ``altup`` have a mixer and an MLP with norms
+    on both sides, a learned residual and an input of their own.
     """
 
     mixer: Mixer | None
@@ -319,10 +369,18 @@ class LayerSpec:
     output_scale: bool = False
     per_layer_size: int = 0
     hyper: HyperConnectionSpec | None = None
+    laurel_rank: int = 0
+    altup: AltUpSpec | None = None
 
     def __post_init__(self) -> None:
         if self.hyper is not None and (self.post_norms or self.output_scale or self.per_layer_size):
             raise ValueError("a layer with hyper-connections has no post norms, output scale or input of its own")
+        has_parts = self.mixer is not None and isinstance(self.ffn, MlpSpec) and self.post_norms
+        is_whole = has_parts and self.per_layer_size > 0 and self.laurel_rank > 0 and not self.output_scale
+        if (self.altup is not None and not is_whole) or (self.laurel_rank and self.altup is None):
+            raise ValueError(
+                "AltUp and a learned residual go together, with a mixer, an MLP, post norms and per-layer inputs"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,12 +388,14 @@ class PerLayerInputSpec:
     """Per-layer embeddings: an input of ``size`` channels for each layer, from the token and from its embedding.
 
     Placeholders of images have the embedding of ``pad_token_id`` in the table of ``vocab_size`` tokens. It is not
-    trained; None is a model of text.
+    trained; None is a model of text. Tokens beyond the table have the embedding of ``beyond_token_id``; None: all are
+    in it.
     """
 
     size: int
     vocab_size: int
     pad_token_id: int | None = None
+    beyond_token_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,7 +419,8 @@ class DecoderSpec:
     ``norm_offset`` is added to every norm's weight. ``embedding_scale`` multiplies the embedding; ``logit_softcap``
     soft-caps the logits. ``quantization`` says which weights are quantized; None is none of them. ``adapters`` are LoRA
     factors that the decoder holds as parameters of its own. ``vision`` is the tower of a vision-language model.
-    ``per_layer_input`` are embeddings that every layer reads (its ``per_layer_size`` says so too).
+    ``per_layer_input`` are embeddings that every layer reads (its ``per_layer_size`` says so too). ``altup`` are the
+    residual streams, if there are several (every layer says so too).
     """
 
     family: str
@@ -377,11 +438,14 @@ class DecoderSpec:
     adapters: AdapterSpec | None = None
     vision: VisionSpec | None = None
     per_layer_input: PerLayerInputSpec | None = None
+    altup: AltUpSpec | None = None
 
     def __post_init__(self) -> None:
         self._check_kv_sources()
         if len({layer.hyper for layer in self.layers}) > 1 or (self.streams > 1 and self.vision is not None):
             raise ValueError("all layers have the same hyper-connections, in a model without a vision tower")
+        if any(layer.altup != self.altup for layer in self.layers):
+            raise ValueError("all layers must have the residual streams of the decoder")
         if self.vision is None or not self.vision.bidirectional_spans:
             return
         for number, layer in enumerate(self.layers):

@@ -11,7 +11,7 @@ from tests.models.oracle import KINDS, hf_model, positions_of, tokens_of, twin
 from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.kernels.linear_attention import chunked_scan
 from miles.models.accounting import activations
-from miles.models.accounting.activations import layer_bytes
+from miles.models.accounting.activations import layer_bytes, stream_bytes
 from miles.models.accounting.params import CHUNK
 from miles.models.decoder import Decoder
 from miles.models.packing import pack_params
@@ -49,7 +49,7 @@ def counted_bytes(spec, lora=None):
     """The layers', the final norm's (nothing reads its output here) and the tokens'."""
     layers = sum(layer_bytes(spec, i, size=4, fused=False, lora=lora) for i in range(spec.num_layers))
     norm = (1 if lora else 2) * spec.hidden_size * 4
-    return (layers + norm + 8) * sum(LENGTHS)
+    return (layers + norm + stream_bytes(spec, 4) + 8) * sum(LENGTHS)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,9 +7,10 @@ import torch
 from tests.models.oracle import KINDS, hf_model, saved, twin, used
 from tests.parity.planes import spec_of_kind
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Ernie4_5_MoeConfig, Ernie4_5Config, Glm5NextConfig, Mistral4Config
+from transformers import Ernie4_5_MoeConfig, Ernie4_5Config, Gemma3nTextConfig, Glm5NextConfig, Mistral4Config
 
 from miles.kernels.attention.index_pools import pool_index_keys
+from miles.kernels.attention.params import BlockIndexerInputs
 from miles.kernels.fused.lm_head import compute_logits
 from miles.kernels.numerics import FAST
 from miles.models.accounting import params
@@ -76,6 +77,7 @@ ROUNDED = {
     "DeepSeek-V3": 671.0,
     "Kimi-K2": 1026.4,
     "MiniMax-M2": 228.7,
+    "MiniMax-M3": 426.2,
     "GLM-4.6": 352.8,
     "GLM-4.7-Flash": 29.9,
     "GLM-5": 743.9,
@@ -90,6 +92,7 @@ ROUNDED = {
     "ERNIE-4.5-0.3B-PT": 0.4,
     "ERNIE-4.5-21B-A3B-PT": 21.8,
     "Mistral-Small-4-119B-2603": 119.0,
+    "Gemma-3n-E4B": 6.8,
 }
 # Configs that are the defaults of transformers' config class, which its documentation says are those of the model.
 DEFAULTS = {
@@ -97,6 +100,7 @@ DEFAULTS = {
     "ERNIE-4.5-21B-A3B-PT": Ernie4_5_MoeConfig,
     "Mistral-Small-4-119B-2603": Mistral4Config,
     "GLM-5.3-Flash": Glm5NextConfig,
+    "Gemma-3n-E4B": Gemma3nTextConfig,
 }
 
 
@@ -173,9 +177,13 @@ class Plainly:
     def __call__(self, layer, inputs):
         q_THd, k_TGd, v_TGe, params, _, index = inputs
         if index is not None and not isinstance(index, int):
-            bias_Pd = index.pool_bias_Pd
-            keys = index.k_Td if bias_Pd is None else pool_index_keys(index.k_Td, bias_Pd)
-            torch.einsum("thd,sd->hts", index.q_THd, keys)
+            if isinstance(index, BlockIndexerInputs):
+                q_Thd, keys = index.q_TGd, index.k_Td
+            else:
+                bias_Pd = index.pool_bias_Pd
+                q_Thd = index.q_THd
+                keys = index.k_Td if bias_Pd is None else pool_index_keys(index.k_Td, bias_Pd)
+            torch.einsum("thd,sd->hts", q_Thd, keys)
         each = q_THd.shape[1] // k_TGd.shape[1]
         k_THd, v_THe = k_TGd.repeat_interleave(each, 1), v_TGe.repeat_interleave(each, 1)
         scores_HTT = (q_THd.transpose(0, 1) @ k_THd.permute(1, 2, 0)) * params.scale
@@ -200,7 +208,8 @@ def test_forward_operations_are_those_torch_counts(kind):
 def unlimited(layer):
     """The layer without a window: ``Plainly`` looks at everything."""
     if isinstance(layer.mixer, AttentionSpec):
-        return replace(layer, mixer=replace(layer.mixer, window=None, chunk=None))
+        index = None if layer.mixer.indexer is None else replace(layer.mixer.indexer, top=TOKENS)
+        return replace(layer, mixer=replace(layer.mixer, window=None, chunk=None, indexer=index))
     if isinstance(layer.mixer, MlaSpec) and layer.mixer.indexer is not None:
         top = TOKENS * layer.mixer.indexer.pool
         return replace(layer, mixer=replace(layer.mixer, indexer=replace(layer.mixer.indexer, top=top)))

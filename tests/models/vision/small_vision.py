@@ -19,6 +19,8 @@ from transformers import (
     Glm4vMoeForConditionalGeneration,
     Glm46VConfig,
     Glm46VForConditionalGeneration,
+    GlmOcrConfig,
+    GlmOcrForConditionalGeneration,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     InternVLConfig,
@@ -272,6 +274,14 @@ VISION_KINDS = {
     ),
     "glm4v": VisionKind(Glm4vForConditionalGeneration, Glm4vConfig, GLM, GLM_TOWER, GLM_OWN, qwen_images),
     "glm46v": VisionKind(Glm46VForConditionalGeneration, Glm46VConfig, GLM, GLM_TOWER, GLM_OWN, qwen_images),
+    "glm_ocr": VisionKind(
+        GlmOcrForConditionalGeneration,
+        GlmOcrConfig,
+        GLM | {"head_dim": 8},
+        GLM_TOWER,
+        GLM_OWN,
+        qwen_images,
+    ),
     "glm4v_moe": VisionKind(
         Glm4vMoeForConditionalGeneration,
         Glm4vMoeConfig,

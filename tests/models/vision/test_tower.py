@@ -30,7 +30,7 @@ from miles.kernels.attention.bidirectional import Segments, bidirectional_attent
 from miles.kernels.numerics import BATCH_INVARIANT, FAST
 from miles.models.accounting.params import ShardingDegrees, list_rank_params, parameter_count, vision_parameter_count
 from miles.models.activation_checkpointing import set_recompute
-from miles.models.checkpoint import hf
+from miles.models.checkpoint import hf, param_map
 from miles.models.families import spec_from_config
 from miles.models.lora.targets import select_targets
 from miles.models.parallel.tp_sharding import compute_tp_shards, shard_param, shard_spec
@@ -196,6 +196,7 @@ def test_tiles_of_another_size_are_refused():
         ("qwen3_vl", {"image_token_id": "<image>"}, "image_token_id of config.json"),
         ("mistral3", {"text_config.model_type": "mamba"}, "text_config.model_type of config.json is mamba"),
         ("internvl", {"vision_config.use_qk_norm": True}, "vision_config.use_qk_norm"),
+        ("glm_ocr", {"vision_config.out_hidden_size": 64}, "the text model has 32 channels"),
         ("gemma4", {"text_config.num_kv_shared_layers": 3}, "num_kv_shared_layers of config.json is 3, of 3 layers"),
         ("gemma4", {"text_config.num_kv_shared_layers": 2}, "no earlier layer is like layer 1"),
         ("gemma4", {"text_config.per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config of config.json"),
@@ -209,6 +210,12 @@ def test_configs_that_are_not_implemented_are_refused_with_the_key(kind, changes
         (config[outer[0]] if outer else config)[key] = value
     with pytest.raises(UsageError, match=message):
         spec_from_config(config)
+
+
+def test_the_layer_that_predicts_more_tokens_of_glm_ocr_is_not_used():
+    spec = vision_twin(vision_model("glm_ocr")).spec
+    names = [f"model.language_model.layers.{i}.self_attn.q_proj.weight" for i in range(spec.num_layers + 1)]
+    assert [param_map.is_ignorable(spec, name) for name in names] == spec.num_layers * [False] + [True]
 
 
 @pytest.mark.parametrize("kind", VISION_KINDS)

@@ -31,18 +31,9 @@ def check_megatron_support(spec: DecoderSpec, layout: ParallelDims) -> str | Non
 
 def _unsupported_part(layer: LayerSpec, spec: DecoderSpec) -> str | None:
     """Return the part of a layer that Megatron does not support, or None."""
-    mixer, ffn = layer.mixer, layer.ffn
-    if isinstance(mixer, MlaSpec):
-        if mixer.indexer is not None or mixer.bias or mixer.norm_eps != spec.norm_eps or mixer.temperature is not None:
-            return "MLA with an indexer, biases, its own norm epsilon or query temperature"
-        if mixer.rope is None:
-            return "MLA without RoPE"
-    elif not isinstance(mixer, AttentionSpec):
-        return "a mixer other than attention"
-    elif mixer.qk_norm not in ("none", "head"):
-        return "QK-norm over all heads or after RoPE"
-    elif mixer.sinks or mixer.gated or mixer.head_gate:
-        return "attention sinks" if mixer.sinks else "a gate on the attention output"
+    if (part := _unsupported_mixer(layer, spec)) is not None:
+        return part
+    ffn = layer.ffn
     if ffn is None or layer.post_norms:
         return "no feed-forward part" if ffn is None else "post norms"
     if isinstance(ffn, MlpSpec):
@@ -50,6 +41,23 @@ def _unsupported_part(layer: LayerSpec, spec: DecoderSpec) -> str | None:
             return f"an MLP with the activation {ffn.activation}"
         return None if ffn.gated else "an ungated MLP"
     return _unsupported_moe(ffn)
+
+
+def _unsupported_mixer(layer: LayerSpec, spec: DecoderSpec) -> str | None:
+    mixer = layer.mixer
+    if isinstance(mixer, MlaSpec):
+        if mixer.indexer is not None or mixer.bias or mixer.norm_eps != spec.norm_eps or mixer.temperature is not None:
+            return "MLA with an indexer, biases, its own norm epsilon or query temperature"
+        return "MLA without RoPE" if mixer.rope is None else None
+    if not isinstance(mixer, AttentionSpec):
+        return "a mixer other than attention"
+    if mixer.qk_norm not in ("none", "head"):
+        return "QK-norm over all heads or after RoPE"
+    if mixer.indexer is not None:
+        return "block-sparse attention"
+    if mixer.sinks or mixer.gated or mixer.head_gate:
+        return "attention sinks" if mixer.sinks else "a gate on the attention output"
+    return None
 
 
 def _unsupported_moe(moe: MoeSpec) -> str | None:

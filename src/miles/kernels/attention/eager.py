@@ -3,7 +3,8 @@ supports.
 
 Shapes: B sequences of S tokens and M keys, H query heads, G key-value heads, r = H / G, d channels of a key, e of a
 value. Without a past M = S. A slice is b of the sequences and Q of their queries, with the K keys these may see; N = b
-* G, R = r * Q. t tokens are selected for each query, by scores of h indexer heads.
+* G, R = r * Q. t tokens are selected for each query, by scores of h indexer heads; or t blocks for each query and each
+of X key-value heads, X = G (X = 1 for tokens).
 
 Scores are computed slice by slice and recomputed in backward, so that memory grows with S and not with S * S.
 """
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from miles.kernels.attention.block_selection import unselected_tokens
 from miles.kernels.attention.params import AttentionParams
 
 # The most scores held at once: a core's share of the CPU cache, or enough to fill a large GPU.
@@ -34,16 +36,22 @@ def eager_attention(
     *,
     sinks_H: Tensor | None = None,
     selected_BSt: Tensor | None = None,
+    selected_BGSt: Tensor | None = None,
+    block: int = 1,
 ) -> Tensor:
     """Causal attention of sequences of equal length, [B, S, H, e]; scores and softmax in float32 or wider.
 
     If there are more keys than queries, the first keys are a past that all queries see. ``sinks_H`` are attention-sink
     logits. With ``selected_BSt`` (positions in the sequence) a query attends only to the earlier tokens among them.
-    Chunks must be split into sequences by the caller.
+    With ``selected_BGSt`` (numbers of blocks of ``block`` tokens) a key-value head attends only to the earlier tokens
+    of these blocks. Chunks must be split into sequences by the caller.
     """
     assert params.chunk is None, "chunks must be split into sequences by the caller"
-    assert k_BMGd.shape[1] == q_BSHd.shape[1] or selected_BSt is None, "sparse selection needs sequences without a past"
-    return _EagerAttention.apply(q_BSHd, k_BMGd, v_BMGe, sinks_H, selected_BSt, params)  # pyright: ignore[reportReturnType]
+    selected_BXSt = selected_BGSt if selected_BSt is None else selected_BSt.unsqueeze(1)
+    assert k_BMGd.shape[1] == q_BSHd.shape[1] or selected_BXSt is None, (
+        "sparse selection needs sequences without a past"
+    )
+    return _EagerAttention.apply(q_BSHd, k_BMGd, v_BMGe, sinks_H, selected_BXSt, params, block)  # pyright: ignore[reportReturnType]
 
 
 @torch.no_grad()
@@ -115,20 +123,19 @@ class _Slice:
         """[N, K, x]"""
         return x_BGMx[self.rows, :, self.first : self.last].flatten(0, 1)
 
-    def build_mask(self, window: int | None, selected_BSt: Tensor | None, device: torch.device) -> Tensor:
-        """Which keys each query must not see: [Q, K], or [b, 1, 1, Q, K] with a selection."""
+    def build_mask(self, window: int | None, selected_BXSt: Tensor | None, block: int, device: torch.device) -> Tensor:
+        """Which keys each query must not see: [Q, K], or [b, X, 1, Q, K] with a selection."""
         num_q, num_k = self.hi - self.lo, self.last - self.first
         all_QK = torch.ones(num_q, num_k, device=device, dtype=torch.bool)
         diagonal = num_k - num_q  # query 0 sees the keys up to this one
         masked_QK = all_QK.triu(diagonal + 1)
         if window is not None and num_k > window:
             masked_QK |= all_QK.tril_(diagonal - window)
-        if selected_BSt is None:
+        if selected_BXSt is None:
             return masked_QK
-        selected_bQt = selected_BSt[self.rows, self.lo : self.hi].long()
-        unselected_bQS = torch.ones(*selected_bQt.shape[:2], selected_BSt.shape[1], device=device, dtype=torch.bool)
-        unselected_bQS.scatter_(2, selected_bQt, False)
-        return (unselected_bQS[:, :, self.first : self.last] | masked_QK)[:, None, None]
+        selected_bXQt = selected_BXSt[self.rows, :, self.lo : self.hi]
+        unselected_bXQS = unselected_tokens(selected_bXQt, block, selected_BXSt.shape[2])
+        return (unselected_bXQS[..., self.first : self.last] | masked_QK).unsqueeze(2)
 
 
 def _iter_slices(q_BGrSd: Tensor, keys: int, window: int | None) -> Iterator[_Slice]:
@@ -146,11 +153,13 @@ def _iter_slices(q_BGrSd: Tensor, keys: int, window: int | None) -> Iterator[_Sl
             yield _Slice(slice(row, min(row + rows, batch)), lo, hi, first, past + hi)
 
 
-def _scores(part: _Slice, q_NRd: Tensor, k_NKd: Tensor, ctx: Any, selected_BSt: Tensor | None) -> tuple[Tensor, Tensor]:
+def _scores(
+    part: _Slice, q_NRd: Tensor, k_NKd: Tensor, ctx: Any, selected_BXSt: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Scores with minus infinity where masked, and tanh(scores) if there is a softcap (else the same tensor)."""
     params: AttentionParams = ctx.params
     raw_NRK = _matmul(q_NRd, k_NKd.transpose(1, 2), ctx.wide)
-    build_mask = part.build_mask(params.window, selected_BSt, q_NRd.device)
+    build_mask = part.build_mask(params.window, selected_BXSt, ctx.block, q_NRd.device)
     rows = part.rows.stop - part.rows.start
     if params.softcap is None:
         raw_NRK.mul_(params.scale)
@@ -170,17 +179,19 @@ class _EagerAttention(torch.autograd.Function):
         k_BMGd: Tensor,
         v_BMGe: Tensor,
         sinks_H: Tensor | None,
-        selected_BSt: Tensor | None,
+        selected_BXSt: Tensor | None,
         params: AttentionParams,
+        block: int,
     ) -> Tensor:
         ctx.params, ctx.groups = params, k_BMGd.shape[2]
+        ctx.block = block
         ctx.wide = torch.promote_types(q_BSHd.dtype, torch.float32)
         q_BGrSd, k_BGMd, v_BGMe = _group_heads(ctx, q_BSHd, k_BMGd, v_BMGe)
         out_BSHe = q_BSHd.new_empty(*q_BSHd.shape[:3], v_BMGe.shape[3])
         out_BGrSe = _by_group(out_BSHe, ctx.groups)
         lse_BGrS = out_BSHe.new_empty(q_BGrSd.shape[:4], dtype=ctx.wide)
         for part in _iter_slices(q_BGrSd, k_BGMd.shape[2], params.window):
-            scores_NRK, _ = _scores(part, part.select_queries(q_BGrSd), part.select_keys(k_BGMd), ctx, selected_BSt)
+            scores_NRK, _ = _scores(part, part.select_queries(q_BGrSd), part.select_keys(k_BGMd), ctx, selected_BXSt)
             lse_bGrQ = lse_BGrS[part.rows, :, :, part.lo : part.hi]
             lse_bGrQ.copy_(scores_NRK.logsumexp(-1).view(lse_bGrQ.shape))
             if sinks_H is not None:
@@ -190,12 +201,12 @@ class _EagerAttention(torch.autograd.Function):
             out_NRe = _matmul(probs_NRK.to(values_NKe.dtype), values_NKe, ctx.wide)
             out_bGrQe = out_BGrSe[part.rows, :, :, part.lo : part.hi]
             out_bGrQe.copy_(out_NRe.view(out_bGrQe.shape))
-        ctx.save_for_backward(q_BSHd, k_BMGd, v_BMGe, sinks_H, selected_BSt, out_BSHe, lse_BGrS)
+        ctx.save_for_backward(q_BSHd, k_BMGd, v_BMGe, sinks_H, selected_BXSt, out_BSHe, lse_BGrS)
         return out_BSHe
 
     @staticmethod
     def backward(ctx: Any, grad_BSHe: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q_BSHd, k_BMGd, v_BMGe, sinks_H, selected_BSt, out_BSHe, lse_BGrS = ctx.saved_tensors
+        q_BSHd, k_BMGd, v_BMGe, sinks_H, selected_BXSt, out_BSHe, lse_BGrS = ctx.saved_tensors
         q_BGrSd, k_BGMd, v_BGMe = _group_heads(ctx, q_BSHd, k_BMGd, v_BMGe)
         grad_BGrSe = _by_group(_operand(grad_BSHe, ctx.wide), ctx.groups)
         # The sum of gradient times output of each query (delta).
@@ -207,7 +218,7 @@ class _EagerAttention(torch.autograd.Function):
             q_NRd = part.select_queries(q_BGrSd)
             k_NKd = part.select_keys(k_BGMd)
             grad_NRe = part.select_queries(grad_BGrSe)
-            scores_NRK, raw_NRK = _scores(part, q_NRd, k_NKd, ctx, selected_BSt)
+            scores_NRK, raw_NRK = _scores(part, q_NRd, k_NKd, ctx, selected_BXSt)
             queries = (part.rows, slice(None), slice(None), slice(part.lo, part.hi))
             column = (*scores_NRK.shape[:2], 1)
             probs_NRK = scores_NRK.sub_(lse_BGrS[queries].reshape(column)).exp_()
@@ -228,7 +239,7 @@ class _EagerAttention(torch.autograd.Function):
             dsinks_BGrS = torch.exp(_view_sinks(ctx, sinks_H) - lse_BGrS).mul_(delta_BGrS)
             dsinks_H = dsinks_BGrS.sum((0, 3)).flatten().neg_().to(sinks_H.dtype)
         dk_BMGd, dv_BMGe = dk_BGMd.transpose(1, 2).to(k_BMGd.dtype), dv_BGMe.transpose(1, 2).to(v_BMGe.dtype)
-        return dq_BSHd, dk_BMGd, dv_BMGe, dsinks_H, None, None
+        return dq_BSHd, dk_BMGd, dv_BMGe, dsinks_H, None, None, None
 
 
 def _by_group(x_BSHx: Tensor, groups: int) -> Tensor:

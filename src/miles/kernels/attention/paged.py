@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from miles.kernels.attention.block_selection import mask_unselected_blocks
 from miles.kernels.attention.index_pools import mask_unselected_pools, pool_index_keys
 from miles.kernels.attention.metadata import (
     AttentionBlock,
@@ -26,7 +27,7 @@ from miles.kernels.attention.metadata import (
     AttentionMetadata,
     build_attention_metadata,
 )
-from miles.kernels.attention.params import AttentionInputs, AttentionParams, IndexerInputs
+from miles.kernels.attention.params import AttentionInputs, AttentionParams, BlockIndexerInputs, IndexerInputs
 from miles.kernels.runtime.kv_cache import (
     Ints,
     KvShape,
@@ -147,18 +148,22 @@ class PagedAttentionBackend:
 
     # -- sparse attention --------------------------------------------------------------------
 
-    def _select_tokens(self, layer: int, cache: LayerKVCache, index: IndexerInputs | int) -> list[Tensor] | None:
+    def _select_tokens(
+        self, layer: int, cache: LayerKVCache, index: IndexerInputs | BlockIndexerInputs | int
+    ) -> list[Tensor] | None:
         """Masks, one per block, of the tokens that the indexer selected; None while that is all of them."""
-        if not isinstance(index, IndexerInputs):
+        if isinstance(index, int):
             return self._selections[index]
         assert cache.index is not None, "a layer with an indexer needs index keys in the KV cache"
         cache.index.write(self._metadata.slots_T, index.k_Td)
         self._selections[layer] = None
-        if index.topk < self._metadata.longest:
-            blocks = self._metadata.get_blocks()
-            self._selections[layer] = [
-                _mask_unselected(block, cache.index, index) for block in (*blocks.decode, *blocks.prefill)
-            ]
+        if index.max_selected >= self._metadata.longest:
+            return None
+        blocks, keys = self._metadata.get_blocks(), cache.index
+        every = (*blocks.decode, *blocks.prefill)
+        if isinstance(index, BlockIndexerInputs):  # no other layer uses its selection
+            return [_mask_other_blocks(block, keys, index) for block in every]
+        self._selections[layer] = [_mask_unselected(block, keys, index) for block in every]
         return self._selections[layer]
 
 
@@ -215,6 +220,8 @@ def _unfold_queries(x_NGR: Tensor, block: AttentionBlock) -> Tensor:
 def _attend_prefill(call: _LayerCall, block: AttentionBlock, mask: Tensor) -> Tensor:
     """Prefill rows: every query has its own mask."""
     q_NHQd = block.select_queries(call.q_THd).unflatten(0, (block.rows, block.width)).transpose(1, 2)
+    if mask.shape[1] > 1:
+        return _drop_padding(_attend_by_group(q_NHQd, call.read(block), mask, call.params.scale), block)
     out_NHQe = F.scaled_dot_product_attention(
         q_NHQd,
         *call.read(block),
@@ -223,6 +230,18 @@ def _attend_prefill(call: _LayerCall, block: AttentionBlock, mask: Tensor) -> Te
         enable_gqa=call.q_THd.shape[1] != call.heads,
     )
     return _drop_padding(out_NHQe, block)
+
+
+def _attend_by_group(q_NHQd: Tensor, kv: tuple[Tensor, Tensor], mask_NGQC: Tensor, scale: float) -> Tensor:
+    """Attention with a mask for each key-value head: one head at a time, whose queries then share the mask."""
+    outs: list[Tensor] = []
+    queries = q_NHQd.unflatten(1, (kv[0].shape[1], -1)).unbind(1)
+    for g, q_NrQd in enumerate(queries):
+        k_N1Cd, v_N1Ce, mask_N1QC = (x[:, g : g + 1] for x in (*kv, mask_NGQC))
+        outs.append(
+            F.scaled_dot_product_attention(q_NrQd, k_N1Cd, v_N1Ce, attn_mask=mask_N1QC, scale=scale, enable_gqa=True)
+        )
+    return torch.cat(outs, 1)
 
 
 def _attend_materialized(call: _LayerCall, block: AttentionBlock, mask: Tensor) -> Tensor:
@@ -288,6 +307,17 @@ def _mask_unselected_pools(
     visible_NQ = (mask_NQC == 0).sum(-1)
     unselected_NQC = mask_unselected_pools(scores_NQp, visible_NQ, block.context, index.topk, len(pool_bias_Pd))
     return block.mask.expand(-1, -1, block.width, -1).masked_fill(unselected_NQC.unsqueeze(1), -torch.inf)
+
+
+def _mask_other_blocks(block: AttentionBlock, keys: PagedTensor, index: BlockIndexerInputs) -> Tensor:
+    """The block's mask, restricted to the blocks of keys selected for each query and key-value head."""
+    q_NQGd = block.select_queries(index.q_TGd).unflatten(0, (block.rows, block.width))
+    k_NCd = keys.read(block.pages, block.rows, block.context)
+    visible_NQC = (block.mask.squeeze(1) == 0).expand(-1, block.width, -1)
+    # A query sees its whole context so far, and itself last.
+    positions_NQ = (visible_NQC.sum(-1) - 1).clamp_(min=0)
+    unselected_NGQC = mask_unselected_blocks(q_NQGd, k_NCd, visible_NQC, positions_NQ, index)
+    return torch.where(unselected_NGQC, -torch.inf, block.mask)
 
 
 def _concat(parts: Sequence[Tensor]) -> Tensor:

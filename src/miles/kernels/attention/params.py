@@ -44,12 +44,37 @@ class IndexerInputs:
     topk: int
     pool_bias_Pd: Tensor | None = None
 
+    @property
+    def max_selected(self) -> int:
+        """The number of tokens up to which all are selected."""
+        return self.topk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockIndexerInputs:
+    """Block-sparse attention: a key-value head attends to the ``topk`` blocks of ``block`` tokens of largest q . k.
+
+    A block counts by its best token. The ``local`` last blocks, that of the token itself included, are always among
+    the selected ones. No gradient flows through the selection. There is one indexer query for each key-value head.
+    """
+
+    q_TGd: Tensor
+    k_Td: Tensor
+    block: int
+    topk: int
+    local: int
+
+    @property
+    def max_selected(self) -> int:
+        """The number of tokens up to which all are selected."""
+        return self.topk * self.block
+
 
 class AttentionInputs(NamedTuple):
     """One layer's attention call.
 
-    ``sinks_H`` are attention-sink logits. ``indexer`` restricts attention to the tokens an indexer selects; an integer
-    reuses the selection that layer made in the same forward.
+    ``sinks_H`` are attention-sink logits. ``indexer`` restricts attention to the tokens or blocks an indexer selects;
+    an integer reuses the selection that layer made in the same forward.
     """
 
     q_THd: Tensor
@@ -57,7 +82,7 @@ class AttentionInputs(NamedTuple):
     v_TGe: Tensor
     params: AttentionParams
     sinks_H: Tensor | None = None
-    indexer: IndexerInputs | int | None = None
+    indexer: IndexerInputs | BlockIndexerInputs | int | None = None
 
 
 class PagedAttentionParams(NamedTuple):

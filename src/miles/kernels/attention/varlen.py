@@ -1,7 +1,7 @@
 """Varlen attention backend: causal attention within each sequence of a packed batch.
 
 Shapes: T tokens, H query heads, G key-value heads, d channels of a key, e of a value, B sequences of a block, S its
-longest, P all slots of all blocks, padding included, t tokens selected for each query.
+longest, P all slots of all blocks, padding included, t tokens (or blocks of keys) selected for each query.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from miles.kernels.attention.block_selection import select_topk_blocks
 from miles.kernels.attention.eager import eager_attention, max_scores_at_once, select_topk_tokens
 from miles.kernels.attention.index_pools import select_pooled_tokens
-from miles.kernels.attention.params import AttentionInputs, IndexerInputs
+from miles.kernels.attention.params import AttentionInputs, BlockIndexerInputs, IndexerInputs
 from miles.kernels.attention.sdpa_dense import dense_sdpa_attention, has_dense_batch
 from miles.kernels.attention.sinks import flash_attention_with_sinks
 
@@ -194,10 +195,14 @@ class FreshRecurrentState:
 
 @dataclass(frozen=True, slots=True)
 class _TokenSelection:
-    """The ``topk`` tokens each token attends to, [n, topk], for each sequence that is longer."""
+    """The tokens each token attends to, [n, t], for each sequence of more than ``max_selected``.
 
-    topk: int
+    With ``block`` it is the blocks of that many tokens, [G, n, t].
+    """
+
+    max_selected: int
     selected: dict[int, Tensor]
+    block: int | None = None
 
 
 class VarlenAttentionBackend:
@@ -246,7 +251,7 @@ class VarlenAttentionBackend:
             self._chunked[chunk] = _Pack(lengths, self._packed.device)
         return self._chunked[chunk]
 
-    def _select_tokens(self, layer: int, index: IndexerInputs | int) -> _TokenSelection | None:
+    def _select_tokens(self, layer: int, index: IndexerInputs | BlockIndexerInputs | int) -> _TokenSelection | None:
         """The selected tokens, or None where all are visible."""
         if isinstance(index, int):
             assert index in self._selections, (
@@ -256,11 +261,18 @@ class VarlenAttentionBackend:
         # A layer that is recomputed in backward must select the same tokens, even if its kernels round differently.
         is_recompute = layer in self._selections and torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
         if not is_recompute:
-            self._selections[layer] = self._run_selection(index) if index.topk < self._packed.longest else None
+            is_sparse = index.max_selected < self._packed.longest
+            self._selections[layer] = self._run_selection(index) if is_sparse else None
         return self._selections[layer]
 
-    def _run_selection(self, index: IndexerInputs) -> _TokenSelection:
+    def _run_selection(self, index: IndexerInputs | BlockIndexerInputs) -> _TokenSelection:
         selected: dict[int, Tensor] = {}
+        if isinstance(index, BlockIndexerInputs):
+            pairs = zip(index.q_TGd.split(self._lengths), index.k_Td.split(self._lengths), strict=True)
+            for i, (q_SGd, k_Sd) in enumerate(pairs):
+                if len(k_Sd) > index.max_selected:
+                    selected[i] = select_topk_blocks(q_SGd, k_Sd, index)
+            return _TokenSelection(index.max_selected, selected, index.block)
         tensors = (index.q_THd, index.k_Td, index.weights_TH)
         for i, (q_Shd, k_Sd, weights_Sh) in enumerate(zip(*(x.split(self._lengths) for x in tensors), strict=True)):
             if len(k_Sd) > index.topk and index.pool_bias_Pd is not None:
@@ -310,7 +322,7 @@ def _attend_varlen(pack: _Pack, inputs: AttentionInputs) -> Tensor:
 
 
 def _attend_padded(pack: _Pack, inputs: AttentionInputs, selection: _TokenSelection | None) -> Tensor:
-    layout = pack.get_layout(pack.longest if selection is None else selection.topk)
+    layout = pack.get_layout(pack.longest if selection is None else selection.max_selected)
     q, k, v, *_ = inputs
     if layout.token_P is not None:
         q, k, v = _Pad.apply(q, k, v, layout.token_P, layout.slot_T)  # pyright: ignore[reportGeneralTypeIssues]
@@ -332,20 +344,24 @@ def _split_blocks(x: Tensor, sizes: list[int]) -> Sequence[Tensor]:
     return [x] if len(sizes) == 1 else x.split(sizes)
 
 
-def _get_block_selection(selection: _TokenSelection | None, block: list[int]) -> Tensor | None:
-    """The selection of a block, [B, S, t]: a sequence with a selection is a block of its own."""
-    selected_St = None if selection is None else selection.selected.get(block[0])
-    return None if selected_St is None else selected_St[None]
+def _get_block_selection(selection: _TokenSelection | None, block: list[int]) -> dict[str, Any]:
+    """The selection of a padded block, as ``eager_attention`` takes it: a sequence with one is a block of its own."""
+    selected = None if selection is None else selection.selected.get(block[0])
+    if selection is None or selected is None:
+        return {}
+    if selection.block is None:
+        return {"selected_BSt": selected[None]}
+    return {"selected_BGSt": selected[None], "block": selection.block}
 
 
-def _attend_block(pack: _Pack, inputs: AttentionInputs, shape: tuple[int, int], selected_BSt: Tensor | None) -> Tensor:
+def _attend_block(pack: _Pack, inputs: AttentionInputs, shape: tuple[int, int], selection: dict[str, Any]) -> Tensor:
     q_BSHd, k_BSGd, v_BSGe = (x.unflatten(0, shape) for x in inputs[:3])
     params, sinks_H = inputs.params, inputs.sinks_H
     longest = shape[1]
     window = None if params.window is None or params.window >= longest else params.window
-    is_plain = sinks_H is None and selected_BSt is None and params.softcap is None
+    is_plain = sinks_H is None and not selection and params.softcap is None
     if not is_plain or (window is not None and longest > _MAX_MASKED_LENGTH):
-        out_BSHe = eager_attention(q_BSHd, k_BSGd, v_BSGe, params, sinks_H=sinks_H, selected_BSt=selected_BSt)
+        out_BSHe = eager_attention(q_BSHd, k_BSGd, v_BSGe, params, sinks_H=sinks_H, **selection)
         return out_BSHe.flatten(0, 1)
     mask_SS = None if window is None else pack.get_mask(longest, window)
     q_BHSd, k_BGSd, v_BGSe = q_BSHd.transpose(1, 2), k_BSGd.transpose(1, 2), v_BSGe.transpose(1, 2)

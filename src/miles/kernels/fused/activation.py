@@ -1,5 +1,5 @@
 """Gated activations (SwiGLU, GeGLU, ...) of an MLP or expert, gate and up side by side in one tensor: forward and
-backward.
+backward; and activation sparsity (Gaussian top-k).
 
 Shapes: R rows, I intermediate. Each step is rounded to the dtype as torch rounds it, so engine and trainer agree. The
 backward reads the projection's output again and writes the gradient of both halves; nothing else is saved.
@@ -7,6 +7,9 @@ backward reads the projection's output again and writes the gradient of both hal
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -123,6 +126,32 @@ def apply_activation(gate_RI: Tensor, up_RI: Tensor | None, kind: ActivationKind
     else:
         out_RI = F.relu(gate_RI).square()
     return out_RI if up_RI is None else out_RI * up_RI
+
+
+def sparsify_gates(gate_RI: Tensor, sparsity: float) -> Tensor:
+    """Return how far each gate is above the cutoff of its row, 0 below it.
+
+    The cutoff is the quantile of order ``sparsity`` of a normal distribution with their mean and variance.
+    """
+    mean_R1 = gate_RI.mean(-1, keepdim=True)
+    deviation_R1 = gate_RI.std(-1, keepdim=True, correction=0)
+    return (gate_RI - (mean_R1 + deviation_R1 * _quantile(sparsity))).relu()
+
+
+def sparsify_sharded_gates(
+    gate_RI: Tensor, sparsity: float, channels: int, all_reduce: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """``sparsify_gates`` of one tensor-parallel rank's gates, of ``channels`` on all ranks; padding must be zeros."""
+    wide_RI = gate_RI.to(torch.promote_types(gate_RI.dtype, torch.float32))
+    sums_R2 = torch.stack((wide_RI.sum(-1), wide_RI.square().sum(-1)), -1)
+    mean_R1, square_R1 = (all_reduce(sums_R2) / channels).split(1, -1)
+    deviation_R1 = (square_R1 - mean_R1.square()).clamp(min=0).sqrt()
+    return (gate_RI - (mean_R1 + deviation_R1 * _quantile(sparsity)).to(gate_RI.dtype)).relu()
+
+
+@cache
+def _quantile(order: float) -> float:
+    return NormalDist().inv_cdf(order)
 
 
 def gated_activation_inference(inner_R2I: Tensor, kind: ActivationKind, *, interleaved: bool = False) -> Tensor:

@@ -41,6 +41,7 @@ from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.resolve import resolve_spec
 from miles.models.spec import (
     AttentionSpec,
+    BlockIndexerSpec,
     DecoderSpec,
     GatedDeltaNetSpec,
     KimiDeltaSpec,
@@ -222,6 +223,8 @@ _RECURRENT: Mapping[type[RecurrentMixer], str] = {
 
 def _describe_layer(layer: LayerSpec) -> str:
     match layer.mixer:
+        case AttentionSpec(indexer=BlockIndexerSpec()):
+            mixer = "block-sparse attention"
         case AttentionSpec(window=None, chunk=None):
             mixer = "attention"
         case AttentionSpec():

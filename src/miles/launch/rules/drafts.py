@@ -11,7 +11,7 @@ from miles.models.checkpoint.safetensors_io import stored_tensors
 from miles.models.draft.param_map import count_mtp_layers
 from miles.models.draft.spec import find_mtp_layout
 from miles.models.hf_adapter.spec import HfAdapterSpec
-from miles.models.spec import DecoderSpec, MlaSpec
+from miles.models.spec import DecoderSpec, is_sparse
 
 
 def check_draft_trainer(c: Config) -> Iterator[str]:
@@ -79,7 +79,7 @@ def _check_mtp(c: Config, spec: DecoderSpec) -> Iterator[str]:
         yield f"{flag}: {folder} has no MTP layers; use a checkpoint that has them, or --draft-train eagle3."
     elif wanted is not None and wanted != count:
         yield f"--mtp-num-layers is {wanted}, but {folder} has {count}; set it to {count}, or remove it."
-    sparse = any(isinstance(each.mixer, MlaSpec) and each.mixer.indexer is not None for each in spec.layers)
+    sparse = any(is_sparse(each.mixer) for each in spec.layers)
     if sparse and c.train.draft_train_steps > max(count, 1):
         yield (
             f"{flag}: a layer with sparse attention is trained one step deep; use --draft-train-steps {max(count, 1)}."

@@ -88,7 +88,8 @@ class _SavedBytes:
             saved = 3 * queries if spec.qk_norm == "head" and not self.frozen else 2 * queries
             return self.numbers(saved) + self._attention_output(spec.num_heads, queries)
         own_values = spec.value_norm or spec.value_from_key
-        is_plain = not (spec.gated or spec.head_gate or own_values) and spec.temperature is None
+        is_plain = not (spec.gated or spec.head_gate or own_values)
+        is_plain = is_plain and spec.temperature is None and spec.indexer is None
         if self.triton_training and is_plain and spec.qk_norm in ("none", "head"):
             # Queries, keys and values as attention takes them, and the projection output if QK-norm needs it.
             made = 2 if spec.qk_norm == "head" else 1
@@ -160,7 +161,8 @@ class _SavedBytes:
         """What an MLP (or an expert) saves between its two projections; the clamped SwiGLU is one function."""
         if spec.activation == "swiglu_clamped" or is_limited(spec.activation) or (spec.gated and self.triton_training):
             return 3 * spec.size
-        return spec.size * (4 if spec.gated else 2)
+        sparse = 1 if isinstance(spec, MlpSpec) and spec.sparsity else 0
+        return spec.size * (4 + sparse if spec.gated else 2)
 
     def moe(self, spec: MoeSpec, width: int) -> float:
         inner = spec.latent or width
@@ -182,9 +184,16 @@ class _SavedBytes:
         weights = spec.num_weights * (4.0 if self.size == 4 else 4.0 + self.size)
         return self.numbers((spec.streams + 1) * width) + weights
 
+    def altup(self, streams: int, rank: int, width: int) -> float:
+        """The streams as they come, predicted and corrected; two routers, the change, and the learned residual."""
+        routers = 4 * width + streams**2 + 3 * streams
+        return self.numbers(3 * streams * width + width + routers + rank) + 8.0 + self.post_norm(width)
+
     def layer(self, layer: LayerSpec, width: int) -> float:
         total = self.per_layer_input(layer.per_layer_size, width) if layer.per_layer_size else 0.0
         total += 0.0 if layer.hyper is None else 2 * self.hyper_connection(layer.hyper, width)
+        if layer.altup is not None:
+            total += self.altup(layer.altup.streams, layer.laurel_rank, width)
         if layer.mixer is not None:
             total += self.norm(width) + (self.post_norm(width) if layer.post_norms else 0.0)
             match layer.mixer:
@@ -253,6 +262,14 @@ def _layer_bytes(setting: _LayerSetting, spec: DecoderSpec, size: int, fused: bo
     return total
 
 
+def stream_bytes(spec: DecoderSpec, size: int) -> float:
+    """Compute what the decoder saves per token to split the embedding into residual streams and to join them."""
+    if spec.altup is None:
+        return 0.0
+    others = spec.altup.streams - 1
+    return float(size * spec.hidden_size * (4 * others + spec.altup.streams + 1))
+
+
 class _Outputs(NamedTuple):
     """Values per token in the outputs of attention and the router, of linear layers, and of routed experts; and bytes
     of softmax statistics.
@@ -311,6 +328,11 @@ def _matmul_output_bytes(setting: _LayerSetting, width: int, size: int, fused: b
     """
     pairs = zip(_mixer_outputs(setting.layer.mixer, width), _ffn_outputs(setting.layer.ffn, width), strict=True)
     outputs = _Outputs(*map(sum, pairs))
+    altup = setting.layer.altup
+    if altup is not None:  # the mixture of streams, its coefficients, and the learned residual
+        streams = altup.streams
+        mixed = streams * width + streams**2 + 3 * streams + setting.layer.laurel_rank + width
+        outputs = outputs._replace(linear=outputs.linear + mixed)
     linear = routed = size
     quantization = setting.quantization
     if quantization is not None and quantization.format.quantizes_activations:
@@ -347,11 +369,12 @@ def activation_bytes(
     recomputed = 0 if mode == "none" else len(settings) if first is None else min(first, len(settings))
     saved = sum(layers[setting] for setting in settings[recomputed:])
     if recomputed:
-        saved += recomputed * spec.hidden_size * size / sequence + largest
+        streams = 1 if spec.altup is None else spec.altup.streams
+        saved += recomputed * streams * spec.hidden_size * size / sequence + largest
         selective = settings[:recomputed] if mode == "selective" else []
         saved += sum(_matmul_output_bytes(setting, spec.hidden_size, size, fused) for setting in selective)
     workspace = quantize_workspace_bytes(spec, size=size, fused=fused, experts=experts)
-    body = tokens * (saved + 4 * spec.hidden_size * size) + max(tokens * largest, workspace)
+    body = tokens * (saved + 4 * spec.hidden_size * size + stream_bytes(spec, size)) + max(tokens * largest, workspace)
     rows = min(tokens, max(1, _LOGITS[fused] // spec.vocab_size))
     head = rows * spec.vocab_size * 4 * _LOGIT_COPIES + 4 * spec.vocab_size * spec.hidden_size
     factors = 0

@@ -56,7 +56,12 @@ def cache_layout(mixer: Mixer | None, numerics: Numerics) -> PerTokenCache | Per
         case None:
             return None
         case AttentionSpec():
-            return PerTokenCache(heads=mixer.num_kv_heads, key_dim=mixer.head_dim, value_dim=mixer.head_dim)
+            return PerTokenCache(
+                heads=mixer.num_kv_heads,
+                key_dim=mixer.head_dim,
+                value_dim=mixer.head_dim,
+                index_dim=0 if mixer.indexer is None else mixer.indexer.head_dim,
+            )
         case MlaSpec():
             has_indexer = mixer.indexer is not None and mixer.indexer.source is None
             index = mixer.indexer.head_dim if mixer.indexer is not None and has_indexer else 0

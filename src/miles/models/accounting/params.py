@@ -9,7 +9,7 @@ from math import prod
 from miles.kernels.numerics import FAST, Numerics
 from miles.models.accounting.kv_cache import PerSequenceState, PerTokenCache, cache_layout
 from miles.models.checkpoint.hf_names import HF_NAMES
-from miles.models.checkpoint.param_map import build_layer_map, map_per_layer_input, param_shape
+from miles.models.checkpoint.param_map import build_layer_map, map_altup_streams, map_per_layer_input, param_shape
 from miles.models.checkpoint.param_slices import ModuleNames
 from miles.models.checkpoint.vision_names import map_vision
 from miles.models.families.registry import find_family
@@ -117,10 +117,11 @@ def parameter_count(spec: DecoderSpec) -> int:
 
 
 def _per_layer_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what computes the inputs of layers that have one of their own, by name."""
+    """Return the shapes of what computes the inputs of layers with one of their own, and their streams, by name."""
     if spec.per_layer_input is None:  # so are all models that transformers runs, which are of no family here
         return {}
-    params = map_per_layer_input(spec, {**HF_NAMES, **find_family(spec.family).names})
+    names = {**HF_NAMES, **find_family(spec.family).names}
+    params = map_per_layer_input(spec, names) | map_altup_streams(spec, names)
     return {name: tuple(param_shape(slices)) for name, slices in params.items()}
 
 
@@ -350,7 +351,8 @@ def forward_flops_per_token(spec: DecoderSpec, context: float = 0.0) -> float:
 
     ``context`` is the average number of earlier tokens. A training step costs three times as much.
     """
-    matmul = float(_vocabulary(spec) + prod(_per_layer_shapes(spec).get("per_layer.projection.weight", (0,))))
+    outer = (prod(shape) for name, shape in _per_layer_shapes(spec).items() if "projection" in name)
+    matmul = float(_vocabulary(spec) + sum(outer))
     attention = 0.0
     if isinstance(spec, HfAdapterSpec):  # nearly everything except the embedding is a matmul weight
         matmul = float(spec.active - (0 if spec.tie_embeddings else _vocabulary(spec)))
@@ -358,10 +360,16 @@ def forward_flops_per_token(spec: DecoderSpec, context: float = 0.0) -> float:
         attention += _mixer_flops(layer.mixer, context)
         if layer.hyper is not None:  # streams are mixed twice
             attention += 4.0 * layer.hyper.streams**2 * spec.hidden_size
+        attention += 0.0 if layer.altup is None else _altup_flops(layer.altup.streams, spec.hidden_size)
         if not isinstance(spec, HfAdapterSpec):
             size = _layer_size(layer, spec.hidden_size, spec.family)
             matmul += size.matmul + size.routed * _active_fraction(layer)
     return 2.0 * matmul + attention
+
+
+def _altup_flops(streams: int, width: int) -> float:
+    """Compute the FLOPs that mix a token's residual streams, and those of the second use of the layer's router."""
+    return 2.0 * streams * streams * width + 2.0 * streams * width
 
 
 def _mixer_flops(mixer: Mixer | None, context: float) -> float:
@@ -369,7 +377,11 @@ def _mixer_flops(mixer: Mixer | None, context: float) -> float:
     match mixer:
         case AttentionSpec():
             visible = min(context, mixer.window or context, mixer.chunk or context)
-            return 4.0 * visible * mixer.num_heads * mixer.head_dim
+            scored = 0.0
+            if mixer.indexer is not None:
+                visible = min(visible, mixer.indexer.top * mixer.indexer.block)
+                scored = 2.0 * context * mixer.num_kv_heads * mixer.indexer.head_dim
+            return 4.0 * visible * mixer.num_heads * mixer.head_dim + scored
         case MlaSpec():
             index = mixer.indexer
             visible = context if index is None else min(context, index.top + index.pool - 1)

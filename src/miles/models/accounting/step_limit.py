@@ -376,5 +376,6 @@ def _list_segments(workload: StepWorkload) -> Iterator[_Segment]:
 def _count_visible(mixer: AttentionSpec | MlaSpec) -> float:
     """Return how many earlier tokens a layer reads at most."""
     if isinstance(mixer, AttentionSpec):
-        return float(min(mixer.window or inf, mixer.chunk or inf))
+        selected = inf if mixer.indexer is None else mixer.indexer.top * mixer.indexer.block
+        return float(min(mixer.window or inf, mixer.chunk or inf, selected))
     return inf if mixer.indexer is None else float(mixer.indexer.top)

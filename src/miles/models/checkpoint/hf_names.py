@@ -40,6 +40,18 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "per_layer_table": "model.embed_tokens_per_layer",
         "per_layer_inputs": "model.per_layer_model_projection",
         "per_layer_inputs_norm": "model.per_layer_projection_norm",
+        "altup_projection": "model.altup_projections.{}",
+        "altup_unembed": "model.altup_unembed_projections.{}",
+        "altup": "altup",
+        "altup_prediction": "prediction_coefs",
+        "altup_correction": "correction_coefs",
+        "altup_router": "modality_router",
+        "altup_router_norm": "router_norm",
+        "altup_scale": "correct_output_scale",
+        "laurel": "laurel",
+        "laurel_left": "linear_left",
+        "laurel_right": "linear_right",
+        "laurel_norm": "post_laurel_norm",
         # mixers
         "attention": "self_attn",
         "mla": "self_attn",
@@ -68,6 +80,11 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "index_weights": "weights_proj",
         "index_pool_gate": "index_kpool_compress_gate",
         "index_pool_bias": "index_kpool_compress_ape",
+        "block_indexer": "",
+        "block_index_q": "index_q_proj",
+        "block_index_k": "index_k_proj",
+        "block_index_q_norm": "index_q_norm",
+        "block_index_k_norm": "index_k_norm",
         "delta_qkvz": "in_proj_qkvz",
         "delta_ba": "in_proj_ba",
         "delta_qkv": "in_proj_qkv",
@@ -138,6 +155,18 @@ def map_attention(spec: AttentionSpec, width: int, module: ModuleNames) -> Param
         params |= module.linear("gate", {"head_gate": spec.num_heads}, width, bias=False)
     if spec.sinks:
         params |= module.tensor("sinks", "sinks", (spec.num_heads,), suffix="")
+    if spec.indexer is not None:
+        params |= _map_block_indexer(spec, width, module.submodule("indexer", "block_indexer"))
+    return params
+
+
+def _map_block_indexer(spec: AttentionSpec, width: int, module: ModuleNames) -> ParamMap:
+    assert spec.indexer is not None
+    channels = spec.indexer.head_dim
+    params = module.linear("q", {"block_index_q": spec.num_kv_heads * channels}, width, bias=False)
+    params |= module.linear("k", {"block_index_k": channels}, width, bias=False)
+    for name in ("q_norm", "k_norm"):
+        params |= module.tensor(f"{name}.weight", f"block_index_{name}", (channels,))
     return params
 
 
@@ -233,6 +262,22 @@ def map_short_conv(spec: ShortConvSpec, width: int, module: ModuleNames) -> Para
     if spec.bias:
         params |= module.tensor("conv_bias", "conv", (spec.channels,), suffix="bias")
     return params | module.linear("output", {"recurrent_out": width}, spec.channels, bias=spec.bias)
+
+
+def map_altup(streams: int, width: int, module: ModuleNames) -> ParamMap:
+    """AltUp: coefficients of predictions and corrections, the router, and the scale of the active stream."""
+    params = module.linear("prediction", {"altup_prediction": streams**2}, streams, bias=False)
+    params |= module.linear("correction", {"altup_correction": streams}, streams, bias=False)
+    params |= module.linear("router", {"altup_router": streams}, width, bias=False)
+    params |= module.tensor("router_norm.weight", "altup_router_norm", (width,))
+    return params | module.tensor("output_scale", "altup_scale", (width,), suffix="")
+
+
+def map_laurel(rank: int, width: int, module: ModuleNames) -> ParamMap:
+    """LAuReL: two projections and a norm."""
+    params = module.linear("left", {"laurel_left": rank}, width, bias=False)
+    params |= module.linear("right", {"laurel_right": width}, rank, bias=False)
+    return params | module.tensor("norm.weight", "laurel_norm", (width,))
 
 
 def map_mlp(spec: MlpSpec, width: int, module: ModuleNames) -> ParamMap:

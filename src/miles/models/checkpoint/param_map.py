@@ -7,9 +7,11 @@ from functools import lru_cache
 
 from miles.models.checkpoint.hf_names import (
     HF_NAMES,
+    map_altup,
     map_attention,
     map_gated_deltanet,
     map_kimi_delta,
+    map_laurel,
     map_mamba,
     map_mla,
     map_mlp,
@@ -79,6 +81,9 @@ def build_layer_map(spec: LayerSpec, width: int, layer: ModuleNames) -> ParamMap
         params |= own.linear("gate", {"per_layer_gate": spec.per_layer_size}, width, bias=False)
         params |= own.linear("projection", {"per_layer_projection": width}, spec.per_layer_size, bias=False)
         params |= own.tensor("norm.weight", "per_layer_norm", (width,))
+    if spec.altup is not None:
+        params |= map_laurel(spec.laurel_rank, width, layer.submodule("laurel", "laurel"))
+        params |= map_altup(spec.altup.streams, width, layer.submodule("altup", "altup"))
     if spec.output_scale:
         params |= layer.tensor("output_scale", "output_scale", (1,), suffix="")
     return params
@@ -108,6 +113,15 @@ def map_per_layer_input(spec: DecoderSpec, names: Mapping[str, str]) -> ParamMap
     }
 
 
+def map_altup_streams(spec: DecoderSpec, names: Mapping[str, str]) -> ParamMap:
+    """Map the projections from the embedding to the other residual streams, and back behind the last layer."""
+    square, params = (spec.hidden_size, spec.hidden_size), ParamMap()
+    for name, key in (("projections", "altup_projection"), ("unembed_projections", "altup_unembed")):
+        for i in range(0 if spec.altup is None else spec.altup.streams - 1):
+            params[f"altup.{name}.{i}.weight"] = concat_slices((f"{names[key].format(i)}.weight", square))
+    return params
+
+
 @lru_cache(maxsize=8)
 def build_param_map(spec: DecoderSpec) -> Mapping[str, tuple[HfSlice, ...]]:
     """Map every decoder parameter, in the decoder's order, to the Hugging Face tensors it consists of."""
@@ -115,6 +129,7 @@ def build_param_map(spec: DecoderSpec) -> Mapping[str, tuple[HfSlice, ...]]:
     vocabulary, width = (spec.vocab_size, spec.hidden_size), spec.hidden_size
     params: ParamMap = {"embedding.weight": concat_slices((f"{names['embedding']}.weight", vocabulary))}
     params |= map_per_layer_input(spec, names)
+    params |= map_altup_streams(spec, names)
     for i, layer in enumerate(spec.layers):
         params |= build_layer_map(layer, width, ModuleNames(f"layers.{i}", names["layer"].format(i), names))
     params["norm.weight"] = concat_slices((f"{names['norm']}.weight", (width,)))

@@ -110,7 +110,7 @@ def _map_block(tower: VisionTowerSpec, block: ModuleNames) -> ParamMap:
     heads = {"vision_q": width, "vision_k": width, "vision_v": width}
     params |= block.linear("attention.qkv", heads, width, bias=tower.qkv_bias, fused="vision_qkv")
     params |= block.linear("attention.output", {"vision_o": width}, width, bias=tower.output_bias)
-    if tower.qk_norm:
+    if tower.qk_norm or tower.scaled_qk_norm:
         params |= block.tensor("attention.q_norm.weight", "vision_q_norm", (tower.head_dim,))
         params |= block.tensor("attention.k_norm.weight", "vision_k_norm", (tower.head_dim,))
     params |= _map_norm(tower.norm, width, block, "mlp_norm", "vision_mlp_norm")

@@ -74,7 +74,7 @@ def read_gemma2(config: Mapping[str, Any]) -> DecoderSpec:
 
 def read_gemma3(config: Mapping[str, Any], family: str = "gemma3_text") -> DecoderSpec:
     """Gemma 3: QK-norm in place of soft-capping, and a RoPE base of their own for sliding-window layers."""
-    ropes = {"rope_parameters": _rope_by_layer_type(config), "rope_scaling": None}
+    ropes = {"rope_parameters": rope_by_layer_type(config), "rope_scaling": None}
     reader = ConfigReader({**_GEMMA3_DEFAULTS, **config, **ropes}, family)
     reader.require("attn_logit_softcapping", None)
     every = reader.positive_int("sliding_window_pattern", _SLIDING_WINDOW_PATTERN)
@@ -87,7 +87,7 @@ def read_gemma3(config: Mapping[str, Any], family: str = "gemma3_text") -> Decod
     )
 
 
-def _rope_by_layer_type(config: Mapping[str, Any]) -> dict[str, Any]:
+def rope_by_layer_type(config: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE parameters by layer type, as in newer configs; ``rope_scaling`` of older ones is the global type's."""
     given = config.get("rope_parameters") or {}
     full = {"rope_theta": config.get("rope_theta", _GLOBAL_THETA)}

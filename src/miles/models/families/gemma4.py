@@ -112,7 +112,7 @@ def read_text(config: Mapping[str, Any], family: str = "gemma4_text") -> Decoder
         reader.reject("layer_types", "ends with a layer that has a sliding window, but the last one must have none")
     full = [number for number, window in enumerate(windows) if window is None]
     wide = AttentionSpec(**_read_global_heads(reader, heads, full), **shared, ignores_spans=True)
-    sources = _read_kv_sources(reader, windows)
+    sources = read_kv_sources(reader, windows)
     per_layer = _read_per_layer_input(reader)
     double = reader.flag("use_double_wide_mlp")
     layers = (
@@ -134,7 +134,7 @@ def read_text(config: Mapping[str, Any], family: str = "gemma4_text") -> Decoder
     )
 
 
-def _read_kv_sources(reader: ConfigReader, windows: Sequence[int | None]) -> list[int | None]:
+def read_kv_sources(reader: ConfigReader, windows: Sequence[int | None]) -> list[int | None]:
     """The layer whose keys and values each of the last layers attends to: the last of its kind that has its own."""
     shared = reader.config.get("num_kv_shared_layers") or 0
     first = len(windows) - shared
@@ -165,8 +165,11 @@ def _read_per_layer_input(reader: ConfigReader) -> PerLayerInputSpec | None:
 
 def _is_unused(spec: DecoderSpec, hf_name: str) -> bool:
     """Whether a tensor is one of the audio tower, or of keys and values that a layer has but does not use."""
-    if hf_name.startswith(("model.audio_tower.", "model.embed_audio.")):
-        return True
+    return hf_name.startswith(("model.audio_tower.", "model.embed_audio.")) or is_shared_kv(spec, hf_name)
+
+
+def is_shared_kv(spec: DecoderSpec, hf_name: str) -> bool:
+    """Whether a tensor makes keys or values of a layer that attends to those of an earlier one."""
     found = re.fullmatch(r".*layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\.weight", hf_name)
     if found is None or "vision_tower" in hf_name or int(found[1]) >= spec.num_layers:
         return False

@@ -1,4 +1,4 @@
-"""GLM-4.1V, GLM-4.5V and GLM-4.6V: GLM-4, dense or MoE, with multimodal RoPE and a vision tower of merged patches."""
+"""GLM-4.1V, GLM-4.5V, GLM-4.6V and GLM-OCR: GLM-4, dense or MoE, with multimodal RoPE and a tower of merged patches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,15 @@ _TOWER = {
     "out_hidden_size": 4096,
     "intermediate_size": 13696,
 }
-_IMAGE_TOKEN, _MOE_IMAGE_TOKEN = 151343, 151363
+_OCR_TEXT = {"rms_norm_eps": 1e-5, "max_position_embeddings": 131_072, "attention_bias": False}
+_OCR_TOWER = _TOWER | {
+    "hidden_size": 1024,
+    "attention_bias": True,
+    "num_heads": 16,
+    "out_hidden_size": 1536,
+    "intermediate_size": 4096,
+}
+_IMAGE_TOKEN, _MOE_IMAGE_TOKEN, _OCR_IMAGE_TOKEN = 151343, 151363, 59280
 
 _NAMES = {
     "embedding": "model.language_model.embed_tokens",
@@ -57,30 +65,43 @@ _DENSE_NAMES = {
 
 
 def _read_vision(config: Mapping[str, Any], decoder: DecoderSpec, image_token: int) -> DecoderSpec:
-    reader = VisionConfigReader(config, decoder.family, _TOWER)
+    is_ocr = decoder.family == "glm_ocr"
+    reader = VisionConfigReader(config, decoder.family, _OCR_TOWER if is_ocr else _TOWER)
     hidden, activation = reader.positive_int("hidden_size"), reader.activation()
     out = reader.positive_int("out_hidden_size")
     if out != decoder.hidden_size:
         reader.reject("out_hidden_size", f"is {out}, but the text model has {decoder.hidden_size} channels")
-    patch = reader.positive_int("patch_size")
+    patch, inner = reader.positive_int("patch_size"), reader.positive_int("intermediate_size")
+    channels, bias = reader.positive_int("in_channels"), reader.flag("attention_bias")
+    if is_ocr:
+        own: dict[str, Any] = {
+            "mlp": VisionMlpSpec(size=inner, activation=activation, gated=True, bias=bias),
+            "output_bias": bias,
+            "scaled_qk_norm": True,
+            "projector": ConvMergerSpec(size=out * channels, activation=activation),
+        }
+    else:
+        own = {
+            "mlp": VisionMlpSpec(size=out, activation=activation, gated=True, bias=False),
+            "output_bias": False,
+            "positions": PositionTableSpec(side=reader.positive_int("image_size") // patch, kind="bicubic"),
+            "pre_norm": True,
+            "norm_first": True,
+            "projector": ConvMergerSpec(size=inner, activation=activation),
+        }
     tower = VisionTowerSpec(
+        **own,
         hidden_size=hidden,
         num_layers=reader.positive_int("depth"),
         num_heads=reader.heads("num_heads", hidden, multiple=4),
-        mlp=VisionMlpSpec(size=out, activation=activation, gated=True, bias=False),
         norm="rms",
         norm_eps=reader.number("rms_norm_eps", 1e-5),
         patch_size=patch,
         temporal_patch_size=reader.positive_int("temporal_patch_size"),
-        channels=reader.positive_int("in_channels"),
+        channels=channels,
         patch_bias=True,
-        qkv_bias=reader.flag("attention_bias"),
-        output_bias=False,
-        positions=PositionTableSpec(side=reader.positive_int("image_size") // patch, kind="bicubic"),
-        pre_norm=True,
-        norm_first=True,
+        qkv_bias=bias,
         post_norm=True,
-        projector=ConvMergerSpec(size=reader.positive_int("intermediate_size"), activation=activation),
     )
     token = read_token_id(config, "image_token_id", image_token, decoder.family)
     # The frames of a video are marked with the token of images.
@@ -107,6 +128,17 @@ def read_moe(config: Mapping[str, Any]) -> DecoderSpec:
     return _read_vision(config, glm.read_glm4_moe(text, "glm4v_moe", mrope=_MROPE), _MOE_IMAGE_TOKEN)
 
 
+def read_ocr(config: Mapping[str, Any]) -> DecoderSpec:
+    """GLM-OCR: no biases in the attention of the text model, QK-norm and no position table in the tower."""
+    text = read_text_config(config, _OCR_TEXT, family="glm_ocr")
+    return _read_vision(config, glm.read_glm4(text, "glm_ocr", mrope=_MROPE), _OCR_IMAGE_TOKEN)
+
+
+def _is_mtp_layer(spec: DecoderSpec, hf_name: str) -> bool:
+    """The multi-token-prediction layer behind the last one."""
+    return hf_name.startswith(f"model.language_model.layers.{spec.num_layers}.")
+
+
 FAMILIES = (
     ModelFamily(
         model_type="glm4v",
@@ -121,6 +153,14 @@ FAMILIES = (
         models="GLM-4.6V-Flash",
         read=partial(read_dense, family="glm46v"),
         names=_DENSE_NAMES,
+    ),
+    ModelFamily(
+        model_type="glm_ocr",
+        architectures=("GlmOcrForConditionalGeneration",),
+        models="GLM-OCR",
+        read=read_ocr,
+        names=_DENSE_NAMES | {"vision_q_norm": "attn.q_norm", "vision_k_norm": "attn.k_norm"},
+        is_unused=_is_mtp_layer,
     ),
     ModelFamily(
         model_type="glm4v_moe",

@@ -18,6 +18,7 @@ from miles.kernels.fused.qk_norm_rope import QKNormRopeParams, QKVShape, qk_norm
 from miles.kernels.numerics import Numerics
 from miles.kernels.runtime.triton_compat import use_triton, use_triton_training
 from miles.models.layers.attention_backend import AttentionBackend, AttentionInputs, AttentionParams
+from miles.models.layers.block_indexer import BlockIndexer
 from miles.models.layers.linear import Linear
 from miles.models.layers.norm import RMSNorm, unit_rms_norm
 from miles.models.layers.rope import Positions, apply_rotary
@@ -73,9 +74,13 @@ class Attention(nn.Module):
         if spec.kv_source is not None:
             self.k_norm = None
         self.sinks = nn.Parameter(torch.empty(spec.num_heads, device=device, dtype=dtype)) if spec.sinks else None
+        self.indexer: BlockIndexer | None = None
+        if spec.indexer is not None:
+            self.indexer = BlockIndexer(spec, model, **factory)
         # The fused kernel covers QK-norm per head and then RoPE; nothing else may be between projection and attention.
         is_gated = spec.gated or spec.head_gate
         is_plain = not (is_gated or spec.value_norm or spec.value_from_key) and spec.temperature is None
+        is_plain &= spec.indexer is None
         has_own_kv = spec.kv_source is None and not self._is_source
         self._fusable = is_plain and has_own_kv and spec.qk_norm in ("none", "head")
 
@@ -103,6 +108,21 @@ class Attention(nn.Module):
         gate_THd, qk_TNd, v_TGd = self._project(x_TD)
         if self.spec.value_norm:
             v_TGd = unit_rms_norm(v_TGd, self.eps, self.numerics)
+        qk_TNd = self._norm_and_rotate(qk_TNd, positions)
+        q_THd, k_TGd = qk_TNd.split((self.spec.num_heads, self.spec.num_kv_heads), dim=1)
+        if self.spec.temperature is not None:
+            q_THd = (q_THd * positions.temperature(*self.spec.temperature)).to(q_THd.dtype)
+        if self.numerics.fp8_kv_cache:
+            k_TGd, v_TGd = round_kv(k_TGd), round_kv(v_TGd)
+        if self._is_source:
+            positions.shared_kv[self.layer] = k_TGd, v_TGd
+        selection = None if self.indexer is None else self.indexer(_wide_input(x_TD), positions)
+        inputs = AttentionInputs(q_THd, k_TGd, v_TGd, self.params, self.sinks, selection)
+        out_THd = attn_backend(self.layer, inputs)
+        return self.output(self._apply_gate(out_THd, gate_THd, x_TD).flatten(1))
+
+    def _norm_and_rotate(self, qk_TNd: Tensor, positions: Positions) -> Tensor:
+        """Apply QK-norm and RoPE, in the order of the spec."""
         if self.spec.qk_norm in ("head", "all"):
             qk_TNd = self._normalise(qk_TNd)
         rope = self.spec.rope
@@ -113,22 +133,12 @@ class Attention(nn.Module):
             qk_TNd = self._normalise(qk_TNd)
         elif self.spec.qk_norm == "unit":
             qk_TNd = unit_rms_norm(qk_TNd, self.eps, self.numerics)
-        q_THd, k_TGd = qk_TNd.split((self.spec.num_heads, self.spec.num_kv_heads), dim=1)
-        if self.spec.temperature is not None:
-            q_THd = (q_THd * positions.temperature(*self.spec.temperature)).to(q_THd.dtype)
-        if self.numerics.fp8_kv_cache:
-            k_TGd, v_TGd = round_kv(k_TGd), round_kv(v_TGd)
-        if self._is_source:
-            positions.shared_kv[self.layer] = k_TGd, v_TGd
-        out_THd = attn_backend(self.layer, AttentionInputs(q_THd, k_TGd, v_TGd, self.params, self.sinks))
-        return self.output(self._apply_gate(out_THd, gate_THd, x_TD).flatten(1))
+        return qk_TNd
 
     def _apply_gate(self, out_THd: Tensor, gate_THd: Tensor | None, x_TD: Tensor | QuantizedActivation) -> Tensor:
         """Multiply the output by the sigmoid of its gate, if it has one of each channel or of each head."""
         if self.gate is not None:
-            wide_TD = x_TD.wide if isinstance(x_TD, QuantizedActivation) else x_TD
-            assert wide_TD is not None, "gates of heads read the input before it is quantized"
-            gate_THd = self.gate(wide_TD).unsqueeze(-1)
+            gate_THd = self.gate(_wide_input(x_TD)).unsqueeze(-1)
         if gate_THd is None:
             return out_THd
         return out_THd * (sigmoid(gate_THd) if self.numerics.batch_invariant else gate_THd.sigmoid())
@@ -230,3 +240,11 @@ class Attention(nn.Module):
         scale_Nd = torch.cat((self.q_norm.scale().expand(num_q, -1), self.k_norm.scale().expand(num_k, -1)))
         wide_TNd = qk_TNd.to(torch.promote_types(qk_TNd.dtype, scale_Nd.dtype))
         return (F.rms_norm(wide_TNd, self.q_norm.shape, None, self.eps) * scale_Nd).to(qk_TNd.dtype)
+
+
+def _wide_input(x_TD: Tensor | QuantizedActivation) -> Tensor:
+    """Return the input before it is quantized, which an indexer reads."""
+    if isinstance(x_TD, Tensor):
+        return x_TD
+    assert x_TD.wide is not None, "the indexer reads the input before it is quantized"
+    return x_TD.wide

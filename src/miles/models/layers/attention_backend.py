@@ -10,9 +10,16 @@ from typing import Protocol
 
 from torch import Tensor
 
-from miles.kernels.attention.params import AttentionInputs, AttentionParams, IndexerInputs
+from miles.kernels.attention.params import AttentionInputs, AttentionParams, BlockIndexerInputs, IndexerInputs
 
-__all__ = ["AttentionBackend", "AttentionInputs", "AttentionParams", "IndexerInputs", "RecurrentState"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionInputs",
+    "AttentionParams",
+    "BlockIndexerInputs",
+    "IndexerInputs",
+    "RecurrentState",
+]
 
 
 class RecurrentState(Protocol):
@@ -43,8 +50,8 @@ class AttentionBackend(Protocol):
     """Computes attention and owns the KV cache. With ``latent``, MLA passes its latent vectors in place of keys and
     values.
 
-    ``sinks_H`` are per-head attention-sink logits. ``index`` are the inputs of the DSA indexer; a layer number reuses
-    the selection that layer made in this forward.
+    ``sinks_H`` are per-head attention-sink logits. ``index`` are the inputs of an indexer of tokens (DSA) or blocks; a
+    layer number reuses the selection that layer made in this forward.
     """
 
     latent: bool

@@ -5,6 +5,7 @@ Shapes: T tokens, D hidden, I intermediate.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,12 @@ from torch import Tensor, nn
 
 from miles.kernels.batch_invariant.activation import gated_activation as exact_gate
 from miles.kernels.batch_invariant.activation import ungated_activation
-from miles.kernels.fused.activation import apply_activation, gated_activation
+from miles.kernels.fused.activation import (
+    apply_activation,
+    gated_activation,
+    sparsify_gates,
+    sparsify_sharded_gates,
+)
 from miles.kernels.fused.gemv import gated_linear
 from miles.kernels.numerics import Numerics
 from miles.kernels.quantized.activation_quant import gated_activation_fp8, has_fp8, supports_fused_quantization
@@ -31,6 +37,9 @@ class Mlp(nn.Module):
     ) -> None:
         super().__init__()
         self.activation: Activation = spec.activation
+        self.sparsity = spec.sparsity
+        # Tensor parallelism: how to sum over the ranks, and the channels of all of them, for activation sparsity.
+        self.all_channels: tuple[int, Callable[[Tensor], Tensor]] | None = None
         self.numerics = numerics
         factory: dict[str, Any] = {"bias": spec.bias, "device": device, "dtype": dtype, "numerics": numerics}
         self.gate_up: Linear | None = None
@@ -42,6 +51,10 @@ class Mlp(nn.Module):
         self.down = Linear(spec.size, width, **factory)
 
     def forward(self, x_TD: Tensor | QuantizedActivation) -> Tensor:
+        if self.sparsity:
+            assert self.gate_up is not None
+            gate_TI, up_TI = self.gate_up(x_TD).chunk(2, -1)
+            return self.down(apply_activation(self._sparsify(gate_TI), up_TI, self.activation))
         if self.gate_up is not None and self._fuses_quantization(x_TD):
             down = self.down.quantized
             assert down is not None
@@ -70,6 +83,11 @@ class Mlp(nn.Module):
         if self.numerics.batch_invariant:
             return self.down(ungated_activation(up_TI, self.activation))
         return self.down(apply_activation(up_TI, None, self.activation))
+
+    def _sparsify(self, gate_TI: Tensor) -> Tensor:
+        if self.all_channels is None:
+            return sparsify_gates(gate_TI, self.sparsity)
+        return sparsify_sharded_gates(gate_TI, self.sparsity, *self.all_channels)
 
     def _gates_quantized(self) -> bool:
         """Whether gate and up are quantized, and the activation follows in the same call."""

@@ -47,6 +47,8 @@ class PerLayerEmbedding(nn.Module):
         if placeholder_I is not None:
             assert pad is not None, "images need the token whose embedding stands for them"
             tokens_T = tokens_T.index_fill(0, placeholder_I, pad)
+        if self.spec.beyond_token_id is not None:
+            tokens_T = tokens_T.masked_fill(tokens_T >= self.spec.vocab_size, self.spec.beyond_token_id)
         scale = torch.tensor(self.spec.size**0.5, dtype=x_TD.dtype).item()  # rounded, as the models were trained
         token_TLP = (F.embedding(tokens_T, self.table.weight, pad) * scale).unflatten(-1, (-1, self.spec.size))
         hidden_TLP = (self.projection(x_TD) * x_TD.shape[-1] ** -0.5).unflatten(-1, (-1, self.spec.size))

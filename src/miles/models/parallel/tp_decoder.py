@@ -20,7 +20,7 @@ from miles.models.layers.attention import Attention
 from miles.models.layers.linear import Embedding
 from miles.models.layers.norm import RMSNorm
 from miles.models.parallel.tp_sharding import shard_spec
-from miles.models.spec import DecoderSpec
+from miles.models.spec import DecoderSpec, MlpSpec
 
 
 class TpGroup(Protocol):
@@ -123,7 +123,7 @@ def build_tp_decoder(
     decoder.embedding = VocabParallelEmbedding(
         rows, rank_spec.hidden_size, group.rank * rows, collectives.reduce_from_tp, device=device, dtype=dtype
     )
-    for layer in decoder.layers:
+    for number, layer in enumerate(decoder.layers):
         assert isinstance(layer, DecoderLayer)
         layer.copy_to_tp, layer.reduce_from_tp = collectives.copy_to_tp, collectives.reduce_from_tp
         for module in layer.children():
@@ -131,4 +131,7 @@ def build_tp_decoder(
                 assert module.q_norm is not None and module.k_norm is not None
                 module.q_norm = ParallelRMSNorm(module.q_norm, group.world, collectives.all_reduce)
                 module.k_norm = ParallelRMSNorm(module.k_norm, group.world, collectives.all_reduce)
+        ffn = spec.layers[number].ffn
+        if layer.mlp is not None and isinstance(ffn, MlpSpec):
+            layer.mlp.all_channels = ffn.size, collectives.all_reduce
     return decoder

@@ -252,7 +252,7 @@ def compute_tp_shards(spec: DecoderSpec) -> Mapping[str, TpShard]:
     vocabulary = _row_shard(ShardSegment(spec.vocab_size))
     table: TpShards = {"embedding.weight": vocabulary}
     if spec.per_layer_input is not None:
-        table |= {name: _RESIDUAL for name in build_param_map(spec) if name.startswith("per_layer.")}
+        table |= {name: _RESIDUAL for name in build_param_map(spec) if name.startswith(("per_layer.", "altup."))}
     for i, layer in enumerate(spec.layers):
         table |= {f"layers.{i}.{name}": share for name, share in _layer_shards(layer).items()}
     table["norm.weight"] = _RESIDUAL
@@ -338,6 +338,10 @@ def _layer_shards(layer: LayerSpec) -> TpShards:
     if layer.per_layer_size:
         names = ("gate.weight", "projection.weight", "norm.weight")
         out |= {f"per_layer.{name}": _RESIDUAL for name in names}
+    if layer.altup is not None:
+        names = ("prediction.weight", "correction.weight", "router.weight", "router_norm.weight", "output_scale")
+        out |= {f"altup.{name}": _RESIDUAL for name in names}
+        out |= {f"laurel.{name}.weight": _RESIDUAL for name in ("left", "right", "norm")}
     if layer.output_scale:
         out["output_scale"] = _RESIDUAL
     if layer.hyper is not None:
@@ -384,6 +388,9 @@ def _attention(spec: AttentionSpec) -> TpShards:
         out |= _column_parallel("gate", _row_shard(ShardSegment(spec.num_heads)), bias=False)
     if spec.sinks:
         out["sinks"] = _row_shard(ShardSegment(spec.num_heads))
+    if spec.indexer is not None:
+        out["indexer.q.weight"] = _row_shard(ShardSegment(spec.num_kv_heads, spec.indexer.head_dim, repeat=True))
+        out |= {f"indexer.{name}.weight": _REPLICATED for name in ("k", "q_norm", "k_norm")}
     return out
 
 

@@ -97,7 +97,8 @@ class VisionAttention(nn.Module):
         self.eps = spec.norm_eps
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if spec.qk_norm:
+        self.norms_values = spec.qk_norm
+        if spec.qk_norm or spec.scaled_qk_norm:
             self.q_norm, self.k_norm = (RMSNorm(spec.head_dim, spec.norm_eps, **factory) for _ in range(2))
 
     def forward(self, x_PD: Tensor, cos_sin_P2d: Tensor | None, segments: Segments) -> Tensor:
@@ -115,7 +116,7 @@ class VisionAttention(nn.Module):
         q_PHd, k_PHd, v_PHd = qkv_P3Hd.unbind(1)
         if self.q_norm is not None and self.k_norm is not None:
             q_PHd, k_PHd = self.q_norm(q_PHd), self.k_norm(k_PHd)
-            v_PHd = unit_rms_norm(v_PHd, self.eps, self.numerics)
+            v_PHd = unit_rms_norm(v_PHd, self.eps, self.numerics) if self.norms_values else v_PHd
         elif cos_sin_P2d is not None and not self.numerics.batch_invariant and can_rotate_fused(qkv_P3Hd):
             options = {"interleaved": self.interleaved, "halves": self.halves}
             return *rotate_queries_keys(qkv_P3Hd, cos_sin_P2d, **options), v_PHd

@@ -138,6 +138,7 @@ class VisionTowerSpec:
     ``pre_norm`` is a norm before the first block, ``post_norm`` after the last; with ``norm_first`` positions of the
     table are added after the former; ``block_post_norms`` also normalize the output of attention and MLP. ``qk_norm``
     normalizes the queries and keys of each head, and values without weights; scores are then not scaled.
+    ``scaled_qk_norm`` normalizes queries and keys only, and scores are scaled.
     ``layer_scale`` scales the output of attention and MLP by learned factors. ``clipped`` blocks clamp the input and
     the output of each projection to ranges of the checkpoint. The outputs of ``deepstack_layers`` have projectors of
     their own. ``patch_linear``: the checkpoint has a matrix in place of the convolution that embeds patches.
@@ -168,6 +169,7 @@ class VisionTowerSpec:
     layer_scale: bool = False
     clipped: bool = False
     qk_norm: bool = False
+    scaled_qk_norm: bool = False
     block_post_norms: bool = False
     window: int | None = None
     full_layers: tuple[int, ...] = ()
@@ -175,6 +177,8 @@ class VisionTowerSpec:
     deepstack_projector: MergerSpec | None = None
 
     def __post_init__(self) -> None:
+        if self.qk_norm and self.scaled_qk_norm:
+            raise ValueError("a tower has one kind of QK-norm")
         if self.hidden_size % self.num_heads:
             raise ValueError(f"{self.hidden_size} channels are not a multiple of {self.num_heads} heads")
         if self.rope_theta is not None and self.head_dim % 4:

@@ -160,7 +160,7 @@ def supports_gpu_kernels(spec: DecoderSpec, model: CausalLM, device: torch.devic
     max_head_dim = MAX_HEAD_DIM if model.embedding.weight.dtype.itemsize == 2 else MAX_FP32_HEAD_DIM
     dense = all(
         mixer is None
-        or (isinstance(mixer, AttentionSpec) and mixer.head_dim <= max_head_dim)
+        or (isinstance(mixer, AttentionSpec) and mixer.head_dim <= max_head_dim and mixer.indexer is None)
         or (isinstance(mixer, MlaSpec) and mixer.indexer is None)
         for mixer in mixers
     )
