@@ -22,6 +22,12 @@ def check_batch_invariance(spec: DecoderSpec) -> str | None:
     """Return why a model has no batch-invariant kernels (the end of a sentence), or None if it has."""
     if isinstance(spec, HfAdapterSpec):
         return f"{spec.architecture} is computed by transformers, whose operations are not batch-invariant"
+    if spec.streams > 1:
+        return "its layers are joined by hyper-connections, which have no batch-invariant kernels"
+    indexers = ((i, layer.mixer.indexer) for i, layer in enumerate(spec.layers) if isinstance(layer.mixer, MlaSpec))
+    pooled = next((i for i, indexer in indexers if indexer is not None and indexer.pool > 1), None)
+    if pooled is not None:
+        return f"layer {pooled} selects pools of tokens, which has no batch-invariant kernel"
     problems = ((i, _check_mixer(layer.mixer)) for i, layer in enumerate(spec.layers))
     return next((f"layer {i} {problem}" for i, problem in problems if problem is not None), None)
 
