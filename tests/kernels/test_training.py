@@ -230,10 +230,12 @@ def test_ranks_of_padding_alone_and_no_rows_are_no_trouble(poisoned):
 
 
 @needs_triton
-def test_a_decoder_learns_the_same_with_them(monkeypatch, poisoned):
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_decoder_learns_the_same_with_them(monkeypatch, poisoned, gated):
     spec = spec_from_config(load_known_models()["Qwen3-0.6B"])
-    attention = replace(spec.layers[0].mixer, num_heads=4, num_kv_heads=2, head_dim=16)
-    layer = replace(spec.layers[0], mixer=attention, ffn=replace(spec.layers[0].ffn, size=24))
+    attention = replace(spec.layers[0].mixer, num_heads=4, num_kv_heads=2, head_dim=16, head_gate=gated)
+    activation = limited_swiglu(0.5, behind=True) if gated else "silu"
+    layer = replace(spec.layers[0], mixer=attention, ffn=replace(spec.layers[0].ffn, size=24, activation=activation))
     spec = replace(spec, layers=(layer, layer), hidden_size=32, vocab_size=50, max_positions=64)
     decoder = Decoder(spec, device=DEVICE, dtype=torch.float32)
     for number, parameter in enumerate(decoder.parameters()):

@@ -37,6 +37,7 @@ from miles.kernels.numerics import FAST
 from miles.models.accounting import params
 from miles.models.accounting.known_models import load_known_models
 from miles.models.accounting.kv_cache import PerSequenceState, cache_layout
+from miles.models.capabilities import check_batch_invariance
 from miles.models.checkpoint import hf, param_map, safetensors_io
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
@@ -484,6 +485,13 @@ def test_glm_5_3_leaves_its_tower_and_the_layers_that_guess_ahead_alone():
 def test_what_glm_5_3_does_not_do_is_refused_by_the_name_of_its_key(key, value):
     with pytest.raises(UsageError, match=rf"^{key} of config\.json"):
         spec_from_config(glm5_next_like(**{key: value}))
+
+
+def test_glm_5_3_has_no_exact_parity_and_says_which_part_has_none():
+    spec = spec_from_config(glm5_next_like())
+    assert "hyper-connections" in (check_batch_invariance(spec) or "")
+    alone = replace(spec, layers=tuple(replace(layer, hyper=None) for layer in spec.layers[1::2]))
+    assert check_batch_invariance(alone) == "layer 0 selects pools of tokens, which has no batch-invariant kernel"
 
 
 def test_defaults_left_out_of_a_config_are_those_of_transformers():

@@ -115,6 +115,20 @@ def test_an_unknown_architecture_is_told_what_it_takes_and_which_ways_there_are(
     assert "--model-impl transformers" in out
 
 
+def test_a_model_with_compressed_attention_is_told_each_mechanism_it_lacks(tmp_path: Path, capsys):
+    from transformers import DeepseekV4Config
+
+    config = DeepseekV4Config(num_hidden_layers=4)
+    config.architectures = ["DeepseekV4ForCausalLM"]
+    config.save_pretrained(tmp_path / "m")
+    assert doctor(tmp_path / "m") == 1
+    out = " ".join(capsys.readouterr().out.split())
+    has, _, lacks = out.partition("lacks")
+    assert "hyper-connections" in has and "hyper-connections" not in lacks
+    for part in ("(CSA, HCA)", "an output projection in groups", "sqrtsoftplus scores", "hash routing"):
+        assert part in lacks
+
+
 def test_a_quantised_checkpoint_is_not_taken_for_a_broken_one(tmp_path: Path, capsys):
     write_checkpoint(tmp_path / "m", QWEN3)
     config = json.loads((tmp_path / "m" / "config.json").read_text())

@@ -88,17 +88,15 @@ class _SavedBytes:
             saved = 3 * queries if spec.qk_norm == "head" and not self.frozen else 2 * queries
             return self.numbers(saved) + self._attention_output(spec.num_heads, queries)
         own_values = spec.value_norm or spec.value_from_key
-        is_plain = not (spec.gated or spec.head_gate or own_values)
-        is_plain = is_plain and spec.temperature is None and spec.indexer is None
+        is_plain = not (spec.gated or own_values) and spec.temperature is None and spec.indexer is None
+        gate = self.numbers(queries + spec.num_heads) if spec.head_gate else 0.0
         if self.triton_training and is_plain and spec.qk_norm in ("none", "head"):
             # Queries, keys and values as attention takes them, and the projection output if QK-norm needs it.
             made = 2 if spec.qk_norm == "head" else 1
-            return self.numbers(made * (queries + 2 * keys)) + self._attention_output(spec.num_heads, queries)
+            return self.numbers(made * (queries + 2 * keys)) + self._attention_output(spec.num_heads, queries) + gate
         total = self.numbers(queries * (2 if spec.gated else 1) + 2 * keys)
         if spec.gated:
             total += self.numbers(both + 3 * queries)
-        if spec.head_gate:
-            total += self.numbers(queries + spec.num_heads)
         if spec.qk_norm != "none" and not self.frozen:
             total += self.numbers(both) * (2 if self.offset and self.size < 4 else 1)
         if spec.rope is not None:  # a norm behind it saves what is rotated, beside its own output
@@ -107,7 +105,7 @@ class _SavedBytes:
             total += self.numbers(queries)
         if spec.value_norm:
             total += self.numbers(0 if spec.value_from_key else keys)
-        return total + self._attention_output(spec.num_heads, queries)
+        return total + self._attention_output(spec.num_heads, queries) + gate
 
     def _attention_output(self, heads: int, width: int) -> float:
         return self.numbers(width) + 4.0 * heads

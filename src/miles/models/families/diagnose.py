@@ -23,6 +23,11 @@ class Mechanism:
 _KEYS: tuple[tuple[str, str, bool], ...] = (
     ("kv_lora_rank", "multi-head latent attention (MLA)", True),
     ("index_topk", "a sparse-attention indexer", True),
+    ("index_kpool", "an indexer of pools of tokens", True),
+    ("compress_rates", "compressed keys and values beside a window (CSA, HCA)", False),
+    ("compress_ratios", "compressed keys and values beside a window (CSA, HCA)", False),
+    ("o_groups", "an output projection in groups of heads", False),
+    ("hc_mult", "hyper-connections", True),
     ("linear_num_key_heads", "Gated DeltaNet", True),
     ("mamba_num_heads", "Mamba-2", True),
     ("sliding_window", "sliding windows", True),
@@ -34,6 +39,7 @@ _KEYS: tuple[tuple[str, str, bool], ...] = (
     ("num_local_experts", "a mixture of experts", True),
     ("n_routed_experts", "a mixture of experts", True),
     ("n_shared_experts", "shared experts", True),
+    ("num_hash_layers", "experts selected by the token's id (hash routing)", False),
     ("is_encoder_decoder", "an encoder beside the decoder", False),
     ("residual_multiplier", "a scaled residual stream", False),
     ("logits_scaling", "scaled logits", False),
@@ -74,5 +80,11 @@ def list_mechanisms(config: Mapping[str, Any]) -> Iterator[Mechanism]:
     for key in ("hidden_act", "hidden_activation", "mlp_hidden_act"):
         if (act := merged.get(key)) is not None:
             yield Mechanism(f"the activation {act}", key, act in _ACTIVATIONS)
+    score = merged.get("scoring_func")
+    if score is not None:
+        yield Mechanism(f"a router with {score} scores", "scoring_func", score in ("softmax", "sigmoid"))
+    if "hash_moe" in (merged.get("mlp_layer_types") or ()) and "num_hash_layers" not in merged:
+        name = "experts selected by the token's id (hash routing)"
+        yield Mechanism(name, "mlp_layer_types", supported=False)
     for kind in sorted(set(merged.get("layer_types") or ()) - _LAYERS):
         yield Mechanism(f"layers of kind {kind}", "layer_types", supported=False)

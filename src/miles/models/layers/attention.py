@@ -78,8 +78,7 @@ class Attention(nn.Module):
         if spec.indexer is not None:
             self.indexer = BlockIndexer(spec, model, **factory)
         # The fused kernel covers QK-norm per head and then RoPE; nothing else may be between projection and attention.
-        is_gated = spec.gated or spec.head_gate
-        is_plain = not (is_gated or spec.value_norm or spec.value_from_key) and spec.temperature is None
+        is_plain = not (spec.gated or spec.value_norm or spec.value_from_key) and spec.temperature is None
         is_plain &= spec.indexer is None
         has_own_kv = spec.kv_source is None and not self._is_source
         self._fusable = is_plain and has_own_kv and spec.qk_norm in ("none", "head")
@@ -92,11 +91,15 @@ class Attention(nn.Module):
             and isinstance(attn_backend, TritonAttentionBackend)
             and (heads := self._qk_norm_rope_params(positions)) is not None
         ):
-            return self.output(attn_backend.forward_qkv(self.layer, self.qkv(x_TD), heads, self.params, self.sinks))
+            out_TX = attn_backend.forward_qkv(self.layer, self.qkv(x_TD), heads, self.params, self.sinks)
+            if self.gate is not None:
+                out_TX = self._apply_gate(out_TX.unflatten(-1, (-1, self.spec.head_dim)), None, x_TD).flatten(1)
+            return self.output(out_TX)
         is_quantized = isinstance(x_TD, QuantizedActivation)
         use_fused = use_triton if self.numerics.batch_invariant else use_triton_training
         if self._fusable and not is_quantized and use_fused(x_TD):
-            return self.output(self._fused_attention(x_TD, positions, attn_backend).flatten(1))
+            out_THd = self._fused_attention(x_TD, positions, attn_backend)
+            return self.output(self._apply_gate(out_THd, None, x_TD).flatten(1))
         if self.spec.kv_source is not None:
             return self._attend_to_source(x_TD, positions, attn_backend)
         return self._attend(x_TD, positions, attn_backend)
