@@ -256,7 +256,7 @@ def sample_params(module: nn.Module, *, seed: int, device: torch.device | str) -
 
 def _init_param(name: str, module: nn.Module, shape: torch.Size, generator: torch.Generator) -> Tensor:
     if name == "A_log":
-        return torch.linspace(*_DECAY_RATES, shape[0]).log()
+        return torch.linspace(*_DECAY_RATES, shape.numel()).log().view(shape)
     if name == "dt_bias":
         steps = torch.linspace(math.log(_TIME_STEPS[0]), math.log(_TIME_STEPS[1]), shape[0]).exp()
         return steps.expm1().log()  # the inverse of softplus
