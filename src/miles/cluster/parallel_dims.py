@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from miles.core.errors import UsageError
 from miles.models.parallel import tp_sharding as shard
-from miles.models.spec import DecoderSpec, MlaSpec, RecurrentMixer
+from miles.models.spec import DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +143,6 @@ class ParallelDims:
             return "sequence parallelism needs a tensor parallel size above 1; raise that size or disable it."
         if self.sequence and spec.per_layer_input is not None:
             return "sequence parallelism does not split the embeddings that each layer of this model has; disable it."
-        if self.context > 1:
-            problem = _find_context_problem(spec)
-            if problem is not None:
-                return f"sequences cannot be split over {self.context} context parallel ranks: {problem}."
         if self.expert > 1:
             counts = {layer.ffn.num_experts for layer in spec.layers if isinstance(layer.ffn, shard.MoeSpec)}
             if not counts:
@@ -157,16 +153,3 @@ class ParallelDims:
                     f"{odd} experts cannot be distributed evenly over {self.expert} ranks; choose a divisor of {odd}."
                 )
         return None
-
-
-def _find_context_problem(spec: DecoderSpec) -> str | None:
-    """Why sequences of this model cannot be split over ranks."""
-    for i, layer in enumerate(spec.layers):
-        match layer.mixer:
-            case mixer if isinstance(mixer, RecurrentMixer):
-                return f"layer {i} has a recurrent state"
-            case MlaSpec() if layer.mixer.indexer is not None:
-                return f"layer {i} selects tokens among all preceding ones (sparse attention)"
-            case _:
-                pass
-    return None

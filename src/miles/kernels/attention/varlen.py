@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from miles.kernels.attention.eager import eager_attention, select_topk_tokens
-from miles.kernels.attention.params import AttentionInputs, IndexerInputs
+from miles.kernels.attention.params import AttentionInputs, IndexerInputs, SequenceShard
 from miles.kernels.attention.sdpa_dense import dense_sdpa_attention, has_dense_batch
 from miles.kernels.attention.sinks import flash_attention_with_sinks
 
@@ -181,11 +181,12 @@ class _Pack:
 
 @dataclass(slots=True)
 class FreshRecurrentState:
-    """A ``Carry`` of sequences that all begin here."""
+    """The recurrent state of sequences that all start here, and of which this rank may have a part (``shard``)."""
 
     lengths: Sequence[int]
     state: tuple[Tensor, ...] | None = None
     levels: Sequence[tuple[Tensor, FreshRecurrentState]] = ()
+    shard: SequenceShard | None = None
 
     def update(self, state: tuple[Tensor, ...]) -> None:
         """Nobody asks."""

@@ -10,9 +10,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from miles.kernels.attention.params import AttentionInputs, AttentionParams, IndexerInputs
+from miles.kernels.attention.params import AttentionInputs, AttentionParams, IndexerInputs, SequenceShard
 
-__all__ = ["AttentionBackend", "AttentionInputs", "AttentionParams", "IndexerInputs", "RecurrentState"]
+__all__ = ["AttentionBackend", "AttentionInputs", "AttentionParams", "IndexerInputs", "RecurrentState", "SequenceShard"]
 
 
 class RecurrentState(Protocol):
@@ -23,6 +23,8 @@ class RecurrentState(Protocol):
 
     With ``levels`` some sequences continue others of the same forward: each level is the rows of its tokens and their
     state, to be read once the levels before it are stored. Then ``state`` is that of none.
+
+    With a ``shard`` the tokens of the forward are some of those of ``lengths``.
     """
 
     @property
@@ -33,6 +35,9 @@ class RecurrentState(Protocol):
 
     @property
     def levels(self) -> Sequence[tuple[Tensor, RecurrentState]]: ...
+
+    @property
+    def shard(self) -> SequenceShard | None: ...
 
     def update(self, state: tuple[Tensor, ...]) -> None:
         """Store the new states, rows in the same order."""
