@@ -81,7 +81,8 @@ class ContextParallelAttention:
         shard: ContextSequenceShard,
         numerics: Numerics,
     ) -> None:
-        self._group, self._lengths, self._shard = group, lengths, shard
+        self._group = group
+        self._lengths, self._shard = lengths, shard
         backend_class = BatchInvariantTreeBackend if numerics.batch_invariant else TreeAttentionBackend
         self._backend = backend_class(segments, device, keys=group.world * own)
 
