@@ -62,6 +62,7 @@ class Kept:
 
     latent = False
     levels = ()
+    shard = None
 
     def __init__(self, lengths, state):
         self.lengths, self.state, self.kept = lengths, state, None

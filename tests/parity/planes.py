@@ -32,11 +32,16 @@ from miles.train.logprobs import compute_logprobs
 TEMPERATURE = 0.8
 
 
-def spec_of_kind(kind: str, **changes: object) -> DecoderSpec:
-    """What a small model of this kind is."""
+def config_of_kind(kind: str, **changes: object) -> dict[str, object]:
+    """The config of a small model of this kind."""
     wanted = KINDS[kind]
     config = wanted.config(**(SMALL | {"eos_token_id": None} | wanted.own | changes))
-    return spec_from_config(config.to_dict() | {"architectures": [wanted.model.__name__]})
+    return config.to_dict() | {"architectures": [wanted.model.__name__]}
+
+
+def spec_of_kind(kind: str, **changes: object) -> DecoderSpec:
+    """What a small model of this kind is."""
+    return spec_from_config(config_of_kind(kind, **changes))
 
 
 def decoder_of(

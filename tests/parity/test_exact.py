@@ -11,6 +11,7 @@ from tests.parity import rank_planes
 from tests.parity.planes import (
     TEMPERATURE,
     ask,
+    config_of_kind,
     decoder_of,
     engine_of,
     gap_of,
@@ -276,6 +277,16 @@ def test_ranks_that_share_a_batch_or_experts_read_the_same_bits(saved, name):
     given = (str(folder), samples, LAYOUTS[name], torch.bfloat16, TEMPERATURE)
     found = ranks(2, rank_planes.gap_on_a_rank, *given)
     assert [wrong for wrong, _ in found] == [0, 0] and sum(count for _, count in found) > 0
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "hybrid qwen3.5", "deepseek v3.2"])
+def test_context_ranks_read_the_same_bits_of_recurrent_and_sparse_models(kind, tmp_path):
+    decoder = decoder_of(spec_of_kind(kind), torch.bfloat16)
+    hf.export(decoder, tmp_path, config=config_of_kind(kind))
+    asked = requests_of(decoder.spec.vocab_size, groups=2, each=2)
+    samples = samples_of(asked, ask(engine_of(decoder), asked))
+    found = ranks(2, rank_planes.gap_on_a_rank, str(tmp_path), samples, {"context": 2}, torch.bfloat16, TEMPERATURE)
+    assert [wrong for wrong, _ in found] == [0, 0] and found[0][1] > 0
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from miles.core.errors import UsageError
 from miles.models.parallel import tp_sharding as shard
-from miles.models.spec import DecoderSpec, RecurrentMixer, is_sparse
+from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +143,8 @@ class ParallelDims:
             return "sequence parallelism needs a tensor parallel size above 1; raise that size or disable it."
         if self.sequence and spec.per_layer_input is not None:
             return "sequence parallelism does not split the embeddings that each layer of this model has; disable it."
-        if self.context > 1:
-            problem = _find_context_problem(spec)
-            if problem is not None:
-                return f"sequences cannot be split over {self.context} context parallel ranks: {problem}."
+        if self.context > 1 and (problem := _find_context_problem(spec)) is not None:
+            return f"sequences cannot be split over {self.context} context parallel ranks: {problem}."
         if self.expert > 1:
             counts = {layer.ffn.num_experts for layer in spec.layers if isinstance(layer.ffn, shard.MoeSpec)}
             if not counts:
@@ -163,10 +161,10 @@ def _find_context_problem(spec: DecoderSpec) -> str | None:
     """Why sequences of this model cannot be split over ranks."""
     for i, layer in enumerate(spec.layers):
         match layer.mixer:
-            case mixer if isinstance(mixer, RecurrentMixer):
-                return f"layer {i} has a recurrent state"
-            case mixer if is_sparse(mixer):
-                return f"layer {i} selects tokens among all preceding ones (sparse attention)"
+            case AttentionSpec(indexer=index) if index is not None:
+                return f"layer {i} selects blocks of tokens among all preceding ones (block-sparse attention)"
+            case MlaSpec(indexer=index) if index is not None and index.pool > 1:
+                return f"layer {i} selects pools of tokens among all preceding ones (sparse attention)"
             case _:
                 pass
     return None

@@ -19,9 +19,9 @@ from miles.train.logprobs import HeadOutput, compute_logprobs
 CPU = torch.device("cpu")
 
 
-def decoder_of(spec, *, recompute=False):
+def decoder_of(spec, *, recompute=False, dtype=torch.float32):
     """Weights far from tame, so that mistakes show; the same in every process."""
-    decoder = Decoder(spec, device="cpu", dtype=torch.float32)
+    decoder = Decoder(spec, device="cpu", dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -43,9 +43,9 @@ def learnt(decoder, rows, output):
 def share_of(rank, world, cases):
     """Each case cut over the ranks; gradients are summands."""
     group, found = CommGroup(dist.group.WORLD, CPU, numerics=FAST), []
-    for spec, rows, recompute, multiple in cases:
+    for spec, rows, recompute, multiple, dtype in cases:
         decoder, part = (
-            decoder_of(spec, recompute=recompute),
+            decoder_of(spec, recompute=recompute, dtype=dtype),
             shard_batch(rows, group, multiple=multiple, numerics=FAST),
         )
         assert len(part.tokens_T) % multiple == 0

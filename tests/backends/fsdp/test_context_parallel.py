@@ -33,8 +33,8 @@ def rows_for(spec, *, share, replay, seed=0):
     return pack_micro_batch(flat, range(len(samples)), device=CPU, replay=replay, share=share)
 
 
-def whole(spec, rows):
-    rows, decoder = rows.unshare(), decoder_of(spec)
+def whole(spec, rows, dtype):
+    rows, decoder = rows.unshare(), decoder_of(spec, dtype=dtype)
     routing = None if rows.replay_TLk is None else Routing(replay_TLk=rows.replay_TLk)
     hidden_TD = decoder(rows.tokens_T, rows.positions_T, VarlenAttentionBackend(rows.lengths, "cpu"), routing)
     output = HeadOutput(hidden_RD=hidden_TD[rows.before_R], head_VD=decoder.head(), softcap=spec.logit_softcap)
@@ -47,10 +47,10 @@ def off(found, wanted):
 
 
 def compare(world, cases):
-    wanted = [whole(spec, rows) for spec, rows, _, _ in cases]
+    wanted = [whole(spec, rows, dtype) for spec, rows, _, _, dtype in cases]
     each = ranks(world, share_of, cases)
     for rank in range(2):
-        for (_, rows, _, _), found, right in zip(cases, each[rank], wanted, strict=True):
+        for (_, rows, *_), found, right in zip(cases, each[rank], wanted, strict=True):
             loss, read, grads, hidden_RD, length = found
             assert loss == pytest.approx(right[0], rel=1e-5, abs=1e-6)
             assert off(read, right[1]) < 1e-5 and off(hidden_RD, right[3]) < 1e-5
@@ -65,9 +65,9 @@ def config_of(kind, **changes):
     return config | {"architectures": [wanted.model.__name__]}
 
 
-def case(kind, *, share=False, replay=False, recompute=False, multiple=1, **changes):
+def case(kind, *, share=False, replay=False, recompute=False, multiple=1, dtype=torch.float32, **changes):
     spec = spec_from_config(config_of(kind, **changes))
-    return spec, rows_for(spec, share=share, replay=replay), recompute, multiple
+    return spec, rows_for(spec, share=share, replay=replay), recompute, multiple, dtype
 
 
 def test_two_ranks_learn_what_one_learns_whatever_the_layers_are():
@@ -85,6 +85,29 @@ def test_two_ranks_learn_what_one_learns_whatever_the_layers_are():
     )
 
 
+def test_two_ranks_learn_what_one_learns_with_recurrent_layers():
+    compare(
+        2,
+        [
+            case("hybrid qwen3.5", recompute=True, dtype=torch.float64),
+            case("hybrid qwen3 next", replay=True, multiple=8, dtype=torch.float64),
+            case("hybrid nemotron h", dtype=torch.float64),
+            case("hybrid kimi linear", dtype=torch.float64),
+        ],
+    )
+
+
+def test_two_ranks_learn_what_one_learns_with_short_convolutions_and_sparse_attention():
+    compare(
+        2,
+        [
+            case("lfm2", dtype=torch.float64),
+            case("deepseek v3.2", recompute=True),
+            case("glm 5 a choice every other layer", multiple=4),
+        ],
+    )
+
+
 def test_four_ranks_learn_what_one_learns():
     compare(4, [case("qwen3 moe", replay=True), case("qwen3", share=True)])
 
@@ -97,19 +120,29 @@ CUT = {
 }
 
 
-def test_a_model_held_by_ranks_that_cut_a_tree_of_samples_gets_the_gradient_of_one_process(tmp_path):
-    config = config_of("qwen3 moe")
+def compare_layouts(kind, layouts, folder, *, share, replay, most=1e-5):
+    config = config_of(kind)
     spec = spec_from_config(config)
-    plan = [rows_for(spec, share=True, replay=True, seed=seed) for seed in range(2)]
-    hf.export(decoder_of(spec), tmp_path, config=config)
+    plan = [rows_for(spec, share=share, replay=replay, seed=seed) for seed in range(2)]
+    hf.export(decoder_of(spec), folder, config=config)
     wanted = trained(LocalModel(decoder_of(spec)), [rows.unshare() for rows in plan], SINGLE_RANK, True)
-    results = ranks(4, sharded, str(tmp_path), list(CUT.values()), plan)[0]
-    for name, found in zip(CUT, results, strict=True):
-        assert found.loss == pytest.approx(wanted.loss, rel=1e-5), name
-        assert found.norm == pytest.approx(wanted.norm, rel=1e-5), name
+    results = ranks(4, sharded, str(folder), list(layouts.values()), plan)[0]
+    for name, found in zip(layouts, results, strict=True):
+        assert found.loss == pytest.approx(wanted.loss, rel=most), name
+        assert found.norm == pytest.approx(wanted.norm, rel=most), name
         assert found.grads.keys() == wanted.grads.keys()
         apart = {n: off(found.grads[n], torch.from_numpy(wanted.grads[n])) for n in wanted.grads}
-        assert max(apart.values()) < 1e-5, (name, apart)
+        assert max(apart.values()) < most, (name, apart)
+
+
+def test_a_model_held_by_ranks_that_cut_a_tree_of_samples_gets_the_gradient_of_one_process(tmp_path):
+    compare_layouts("qwen3 moe", CUT, tmp_path, share=True, replay=True)
+
+
+def test_a_recurrent_model_held_by_ranks_that_cut_its_sequences_gets_the_gradient_of_one_process(tmp_path):
+    layouts = {name: CUT[name] for name in ("context", "context x fsdp", "context x tensor and sequence")}
+    # Rounding of float32 through a state that hardly decays: with float64 the gradients above agree to 1e-5.
+    compare_layouts("hybrid qwen3.5", layouts, tmp_path, share=False, replay=False, most=2e-4)
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 5), st.sampled_from([1, 4]))

@@ -161,6 +161,18 @@ def test_of_equal_scores_those_are_chosen_that_topk_takes_from_the_whole_row():
     assert torch.equal(found, seen(length, AttentionParams(scale=1.0), index))
 
 
+@pytest.mark.parametrize("last", [1, 7, 39])
+def test_the_last_queries_alone_choose_and_attend_as_among_all(last):
+    index, inputs, params = index_of(40, 6), batch(1, 40), AttentionParams(scale=0.6)
+    chosen = select_topk_tokens(index.q_THd, index.k_Td, index.weights_TH, 6)
+    tail = select_topk_tokens(index.q_THd[-last:], index.k_Td, index.weights_TH[-last:], 6)
+    assert torch.equal(tail.sort(-1).values[6:], chosen[-last:].sort(-1).values[6:])
+    q, k, v = inputs
+    whole = eager_attention(q, k, v, params, selected_BSt=chosen[None])
+    alone = eager_attention(q[:, -last:], k, v, params, selected_BSt=tail[None])
+    assert torch.allclose(alone, whole[:, -last:], rtol=0, atol=1e-12)
+
+
 def test_choosing_in_bfloat16_sums_in_float32():
     index = index_of(60, 10, heads=16, dim=64, dtype=torch.bfloat16)
     wide = (x.float() for x in (index.q_THd, index.k_Td, index.weights_TH))

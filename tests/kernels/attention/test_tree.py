@@ -161,13 +161,20 @@ def test_bfloat16_is_close(params):
         assert a.dtype == torch.bfloat16 and off(a, b) < 2e-2
 
 
-def test_a_choice_and_a_state_are_refused():
-    attend, inputs = TreeAttentionBackend([Segment(4, ((0, 4),))], "cpu"), qkv(4, 2, 1, 4)
+def test_a_choice_is_that_of_each_sequence_in_one_piece():
+    attend, inputs = TreeAttentionBackend([Segment(3, ((0, 3),)), Segment(5, ((0, 8),))], "cpu"), qkv(8, 2, 2, 4)
     index = IndexerInputs(q_THd=inputs[0], k_Td=inputs[1][:, 0], weights_TH=inputs[0][..., 0], topk=2)
-    with pytest.raises(AssertionError, match="sparse attention"):
-        attend(0, AttentionInputs(*inputs, PLAIN, indexer=index))
-    with pytest.raises(AssertionError, match="layer 3"):
-        attend.recurrent_state(3)
+    given = AttentionInputs(*inputs, AttentionParams(scale=0.5), indexer=index)
+    wanted = VarlenAttentionBackend([8], "cpu")(0, given)
+    assert torch.allclose(attend(0, given), wanted, rtol=0, atol=1e-6)
+    assert not torch.allclose(attend(1, given._replace(indexer=None)), wanted, rtol=0, atol=1e-3)
+    with pytest.raises(AssertionError, match="which has not run yet"):
+        attend(3, given._replace(indexer=2))
+
+
+def test_a_state_is_refused():
+    with pytest.raises(AssertionError, match="recurrent"):
+        TreeAttentionBackend([Segment(4, ((0, 4),))], "cpu").recurrent_state(0)
 
 
 # -- rows that are taken many times ---------------------------------------------------------

@@ -173,6 +173,7 @@ class Plainly:
     lengths = (TOKENS,)
     state = None
     levels = ()
+    shard = None
 
     def __call__(self, layer, inputs):
         q_THd, k_TGd, v_TGe, params, _, index = inputs

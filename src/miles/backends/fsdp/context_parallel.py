@@ -1,5 +1,7 @@
 """Context parallelism: the tokens of a micro-batch are sharded, queries stay local, keys and values are all-gathered.
 
+So are the keys of a DSA indexer, and what a recurrent layer scans.
+
     segment  |0|1|2|3|4|5|6|7|      with 4 ranks; rank 0 has chunks 0 and 7, rank 1 has 1 and 6, ...
 
 Late chunks attend to many tokens and early ones to few, so that pairing them balances the load.
@@ -12,7 +14,7 @@ of a value; L MoE layers, k experts per token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -23,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from miles.backends.fsdp.autograd_collectives import CollectiveGroup, gather_from_sequence_region, gather_replicated
-from miles.kernels.attention.params import AttentionInputs
+from miles.kernels.attention.params import AttentionInputs, IndexerInputs
 from miles.kernels.attention.tree import KeyRuns, Segment, TreeAttentionBackend
 from miles.kernels.attention.varlen import FreshRecurrentState
 from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend
@@ -61,14 +63,26 @@ class PackedRows(Protocol):
 
 
 class ContextParallelAttention:
-    """An AttentionBackend of one rank's queries over the keys and values of all ranks."""
+    """An AttentionBackend of one rank's queries over the keys and values of all ranks.
+
+    Recurrent layers scan the sequences of ``lengths``, whose tokens are all-gathered by ``shard``.
+    """
 
     latent = False
 
     def __init__(
-        self, segments: Sequence[Segment], own: int, group: CollectiveGroup, device: torch.device, *, numerics: Numerics
+        self,
+        segments: Sequence[Segment],
+        own: int,
+        group: CollectiveGroup,
+        device: torch.device,
+        *,
+        lengths: Sequence[int],
+        shard: ContextSequenceShard,
+        numerics: Numerics,
     ) -> None:
         self._group = group
+        self._lengths, self._shard = lengths, shard
         backend_class = BatchInvariantTreeBackend if numerics.batch_invariant else TreeAttentionBackend
         self._backend = backend_class(segments, device, keys=group.world * own)
 
@@ -77,10 +91,33 @@ class ContextParallelAttention:
         # One all-gather for both: keys and values concatenated.
         both_MGx = gather_from_sequence_region(torch.cat((k_tGd, v_tGe), -1), self._group)
         k_MGd, v_MGe = both_MGx.split((k_tGd.shape[-1], v_tGe.shape[-1]), dim=-1)
-        return self._backend(layer, inputs._replace(k_TGd=k_MGd, v_TGe=v_MGe))
+        index = inputs.indexer
+        if isinstance(index, IndexerInputs):
+            index = replace(index, k_Td=gather_from_sequence_region(index.k_Td, self._group))
+        return self._backend(layer, inputs._replace(k_TGd=k_MGd, v_TGe=v_MGe, indexer=index))
 
     def recurrent_state(self, layer: int) -> FreshRecurrentState:
-        return self._backend.recurrent_state(layer)
+        """The state of a recurrent layer: every sequence starts here, and this rank has a part of it."""
+        return FreshRecurrentState(self._lengths, shard=self._shard)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextSequenceShard:
+    """The SequenceShard of one rank: ``place_T`` is where each token is among the slots of all ranks, ``own_t`` are the
+    tokens of this rank, which has ``fill`` slots more.
+    """
+
+    place_T: Tensor
+    own_t: Tensor
+    fill: int
+    group: CollectiveGroup
+
+    def gather(self, x_t: Tensor) -> Tensor:
+        return gather_from_sequence_region(x_t.contiguous(), self.group).index_select(0, self.place_T)
+
+    def select(self, x_T: Tensor) -> Tensor:
+        own = x_T.index_select(0, self.own_t)
+        return F.pad(own, (*(0, 0) * (own.ndim - 1), 0, self.fill)) if self.fill else own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +247,13 @@ def shard_batch(
         tokens_T=F.pad(rows.tokens_T.index_select(0, own_t), (0, more)),
         positions_T=F.pad(positions_T.index_select(-1, own_t), (0, more)),
         attn_backend=ContextParallelAttention(
-            _segments(tree_nodes, assignment, rank, world), assignment.size, group, device, numerics=numerics
+            _segments(tree_nodes, assignment, rank, world),
+            assignment.size,
+            group,
+            device,
+            lengths=[node.length for node in tree_nodes],
+            shard=ContextSequenceShard(place_T=place_T, own_t=own_t, fill=more, group=group),
+            numerics=numerics,
         ),
         at_r=place_R[mine_r] - rank * assignment.size,
         tokens=_tokens(owner_R, mine_r, group),

@@ -42,40 +42,41 @@ def eager_attention(
     """Causal attention of sequences of equal length, [B, S, H, e]; scores and softmax in float32 or wider.
 
     If there are more keys than queries, the first keys are a past that all queries see. ``sinks_H`` are attention-sink
-    logits. With ``selected_BSt`` (positions in the sequence) a query attends only to the earlier tokens among them.
-    With ``selected_BGSt`` (numbers of blocks of ``block`` tokens) a key-value head attends only to the earlier tokens
-    of these blocks. Chunks must be split into sequences by the caller.
+    logits. With ``selected_BSt`` (positions among the keys) a query attends only to the earlier tokens among them. With
+    ``selected_BGSt`` (numbers of blocks of ``block`` tokens) a key-value head attends only to the earlier tokens of
+    these blocks. Chunks must be split into sequences by the caller.
     """
     assert params.chunk is None, "chunks must be split into sequences by the caller"
     selected_BXSt = selected_BGSt if selected_BSt is None else selected_BSt.unsqueeze(1)
-    assert k_BMGd.shape[1] == q_BSHd.shape[1] or selected_BXSt is None, (
-        "sparse selection needs sequences without a past"
-    )
     return _EagerAttention.apply(q_BSHd, k_BMGd, v_BMGe, sinks_H, selected_BXSt, params, block)  # pyright: ignore[reportReturnType]
 
 
 @torch.no_grad()
-def select_topk_tokens(q_Shd: Tensor, k_Sd: Tensor, weights_Sh: Tensor, topk: int) -> Tensor:
+def select_topk_tokens(q_Shd: Tensor, k_Md: Tensor, weights_Sh: Tensor, topk: int) -> Tensor:
     """Positions of the ``topk`` tokens each token attends to, [S, topk], by the sum over heads of weight * relu(q . k).
 
-    A token with fewer predecessors gets later positions too, which attention has to mask.
+    If there are more keys than queries, the queries are those of the last tokens. A token with fewer predecessors gets
+    later positions too, which attention has to mask.
     """
     length, heads, _ = q_Shd.shape
-    assert topk < length, "topk must be less than the sequence length"
+    keys = len(k_Md)
+    past = keys - length
+    assert topk < keys, "topk must be less than the number of keys"
     wide = torch.promote_types(q_Shd.dtype, torch.float32)
-    k_dS = _operand(k_Sd, wide).T
-    selected_St = torch.empty(length, topk, device=q_Shd.device, dtype=_position_dtype(length))
-    step = max(1, max_scores_at_once(q_Shd) // (heads * length))
+    k_dM = _operand(k_Md, wide).T
+    selected_St = torch.empty(length, topk, device=q_Shd.device, dtype=_position_dtype(keys))
+    step = max(1, max_scores_at_once(q_Shd) // (heads * keys))
     for lo in range(0, length, step):
         hi = min(lo + step, length)
+        last = past + hi
         q_Rd = _operand(q_Shd[lo:hi], wide).flatten(0, 1)
-        head_scores_QhK = _matmul(q_Rd[None], k_dS[None, :, :hi], wide)[0].view(hi - lo, heads, hi).relu_()
-        # Rows have the full sequence length, because topk breaks ties depending on it.
-        scores_QS = torch.full((hi - lo, length), -math.inf, device=q_Shd.device, dtype=wide)
-        scores_QS[:, :hi] = torch.bmm(weights_Sh[lo:hi, None].to(wide), head_scores_QhK)[:, 0]
-        later_QK = torch.ones(hi - lo, hi, device=q_Shd.device, dtype=torch.bool).triu_(lo + 1)
-        scores_QS[:, :hi].masked_fill_(later_QK, -math.inf)
-        selected_St[lo:hi] = scores_QS.topk(topk, dim=-1).indices
+        head_scores_QhK = _matmul(q_Rd[None], k_dM[None, :, :last], wide)[0].view(hi - lo, heads, last).relu_()
+        # Rows have the full number of keys, because topk breaks ties depending on it.
+        scores_QM = torch.full((hi - lo, keys), -math.inf, device=q_Shd.device, dtype=wide)
+        scores_QM[:, :last] = torch.bmm(weights_Sh[lo:hi, None].to(wide), head_scores_QhK)[:, 0]
+        later_QK = torch.ones(hi - lo, last, device=q_Shd.device, dtype=torch.bool).triu_(past + lo + 1)
+        scores_QM[:, :last].masked_fill_(later_QK, -math.inf)
+        selected_St[lo:hi] = scores_QM.topk(topk, dim=-1).indices
     return selected_St
 
 
@@ -123,7 +124,9 @@ class _Slice:
         """[N, K, x]"""
         return x_BGMx[self.rows, :, self.first : self.last].flatten(0, 1)
 
-    def build_mask(self, window: int | None, selected_BXSt: Tensor | None, block: int, device: torch.device) -> Tensor:
+    def build_mask(
+        self, window: int | None, selected_BXSt: Tensor | None, block: int, keys: int, device: torch.device
+    ) -> Tensor:
         """Which keys each query must not see: [Q, K], or [b, X, 1, Q, K] with a selection."""
         num_q, num_k = self.hi - self.lo, self.last - self.first
         all_QK = torch.ones(num_q, num_k, device=device, dtype=torch.bool)
@@ -134,8 +137,8 @@ class _Slice:
         if selected_BXSt is None:
             return masked_QK
         selected_bXQt = selected_BXSt[self.rows, :, self.lo : self.hi]
-        unselected_bXQS = unselected_tokens(selected_bXQt, block, selected_BXSt.shape[2])
-        return (unselected_bXQS[..., self.first : self.last] | masked_QK).unsqueeze(2)
+        unselected_bXQM = unselected_tokens(selected_bXQt, block, keys)
+        return (unselected_bXQM[..., self.first : self.last] | masked_QK).unsqueeze(2)
 
 
 def _iter_slices(q_BGrSd: Tensor, keys: int, window: int | None) -> Iterator[_Slice]:
@@ -159,7 +162,7 @@ def _scores(
     """Scores with minus infinity where masked, and tanh(scores) if there is a softcap (else the same tensor)."""
     params: AttentionParams = ctx.params
     raw_NRK = _matmul(q_NRd, k_NKd.transpose(1, 2), ctx.wide)
-    build_mask = part.build_mask(params.window, selected_BXSt, ctx.block, q_NRd.device)
+    build_mask = part.build_mask(params.window, selected_BXSt, ctx.block, ctx.keys, q_NRd.device)
     rows = part.rows.stop - part.rows.start
     if params.softcap is None:
         raw_NRK.mul_(params.scale)
@@ -183,7 +186,7 @@ class _EagerAttention(torch.autograd.Function):
         params: AttentionParams,
         block: int,
     ) -> Tensor:
-        ctx.params, ctx.groups = params, k_BMGd.shape[2]
+        ctx.params, ctx.keys, ctx.groups = params, *k_BMGd.shape[1:3]
         ctx.block = block
         ctx.wide = torch.promote_types(q_BSHd.dtype, torch.float32)
         q_BGrSd, k_BGMd, v_BGMe = _group_heads(ctx, q_BSHd, k_BMGd, v_BMGe)

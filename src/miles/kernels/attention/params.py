@@ -7,7 +7,7 @@ value.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -83,6 +83,18 @@ class AttentionInputs(NamedTuple):
     params: AttentionParams
     sinks_H: Tensor | None = None
     indexer: IndexerInputs | BlockIndexerInputs | int | None = None
+
+
+class SequenceShard(Protocol):
+    """Context parallelism of a recurrent layer: its tokens are this rank's part of the sequences."""
+
+    def gather(self, x_t: Tensor) -> Tensor:
+        """Return the rows of all ranks, in the order of the sequences."""
+        ...
+
+    def select(self, x_T: Tensor) -> Tensor:
+        """Return this rank's rows of all."""
+        ...
 
 
 class PagedAttentionParams(NamedTuple):

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from miles.kernels.attention.eager import eager_attention
+from miles.kernels.attention.eager import eager_attention, select_topk_tokens
 from miles.kernels.attention.gather_rows import RowGather, gather_rows
-from miles.kernels.attention.params import AttentionInputs, AttentionParams
+from miles.kernels.attention.params import AttentionInputs, AttentionParams, BlockIndexerInputs, IndexerInputs
 from miles.kernels.attention.sinks import flash_attention_with_sinks
 from miles.kernels.attention.varlen import (
     FreshRecurrentState,
@@ -202,22 +202,44 @@ class TreeAttentionBackend:
         self._keys = self._total if keys is None else keys
         assert all(s.length <= s.keys for s in self._segments), "a segment needs at least as many keys as queries"
         self._views: dict[tuple[int | None, int | None], _SegmentView] = {}
+        self._selections: dict[int, list[Tensor | None]] = {}
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         q_THd, _, v_MGe, params, _, index = inputs
         assert len(q_THd) == self._total, f"got {len(q_THd)} queries for segments of {self._total} in all"
-        assert index is None, "sparse attention is not supported over trees of segments"
         if not self._total:
             return q_THd[..., :1].expand(-1, -1, v_MGe.shape[-1])
         view = self._get_view(params)
         window = None if params.window is None or params.window >= view.max_keys else params.window
         inputs = inputs._replace(params=replace(params, chunk=None, window=window))
+        if index is not None:
+            assert params.window is None and params.chunk is None, "sparse attention with a window or chunk"
+            assert not isinstance(index, BlockIndexerInputs), "block-sparse attention over a prefix tree"
+            return _attend_selected(view, inputs, self._select_tokens(layer, index, view))
         if can_fuse(q_THd, v_MGe) and params.softcap is None:
             return _attend_varlen(view, inputs)
         return _attend_padded(view, inputs)
 
     def recurrent_state(self, layer: int) -> FreshRecurrentState:
         raise AssertionError(f"layer {layer} is recurrent, which tree attention does not support")
+
+    def _select_tokens(self, layer: int, index: IndexerInputs | int, view: _SegmentView) -> list[Tensor | None]:
+        """The selected positions of each segment's queries; None where all keys are visible."""
+        if isinstance(index, int):
+            assert index in self._selections, (
+                f"layer {layer} reuses the selection of layer {index}, which has not run yet"
+            )
+            return self._selections[index]
+        # A layer that is recomputed in backward must select the same tokens, even if its kernels round differently.
+        is_recompute = layer in self._selections and torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+        if not is_recompute:
+            keys_Kd = gather_rows(index.k_Td.unsqueeze(1), view.get_key_gather()).squeeze(1)
+            lengths, keys = [s.length for s in view.segments], [s.keys for s in view.segments]
+            parts = zip(index.q_THd.split(lengths), keys_Kd.split(keys), index.weights_TH.split(lengths), strict=True)
+            self._selections[layer] = [
+                select_topk_tokens(*part, index.topk) if len(part[1]) > index.topk else None for part in parts
+            ]
+        return self._selections[layer]
 
     def _get_view(self, params: AttentionParams) -> _SegmentView:
         key = params.window, params.chunk
@@ -246,6 +268,25 @@ def _attend_varlen(view: _SegmentView, inputs: AttentionInputs) -> Tensor:
     else:
         out = run_varlen_kernel((q, k, v), (ends, key_ends), (view.longest, view.max_keys), scale, window)
     return out if width == value_dim else out[..., :value_dim]
+
+
+def _attend_selected(view: _SegmentView, inputs: AttentionInputs, selections: Sequence[Tensor | None]) -> Tensor:
+    """Sparse attention, one segment after the other."""
+    q_THd, k_MGd, v_MGe, params, sinks_H, _ = inputs
+    lengths, keys = [s.length for s in view.segments], [s.keys for s in view.segments]
+    k, v = (gather_rows(x, view.get_key_gather()).split(keys) for x in (k_MGd, v_MGe))
+    outs = [
+        eager_attention(
+            q_SHd.unsqueeze(0),
+            k_KGd.unsqueeze(0),
+            v_KGe.unsqueeze(0),
+            params,
+            sinks_H=sinks_H,
+            selected_BSt=None if selected_St is None else selected_St.unsqueeze(0),
+        ).squeeze(0)
+        for q_SHd, k_KGd, v_KGe, selected_St in zip(q_THd.split(lengths), k, v, selections, strict=True)
+    ]
+    return torch.cat(outs)
 
 
 def _attend_padded(view: _SegmentView, inputs: AttentionInputs) -> Tensor:

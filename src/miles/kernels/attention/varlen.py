@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from miles.kernels.attention.block_selection import select_topk_blocks
 from miles.kernels.attention.eager import eager_attention, max_scores_at_once, select_topk_tokens
 from miles.kernels.attention.index_pools import select_pooled_tokens
-from miles.kernels.attention.params import AttentionInputs, BlockIndexerInputs, IndexerInputs
+from miles.kernels.attention.params import AttentionInputs, BlockIndexerInputs, IndexerInputs, SequenceShard
 from miles.kernels.attention.sdpa_dense import dense_sdpa_attention, has_dense_batch
 from miles.kernels.attention.sinks import flash_attention_with_sinks
 
@@ -183,11 +183,12 @@ class _Pack:
 
 @dataclass(slots=True)
 class FreshRecurrentState:
-    """A ``Carry`` of sequences that all begin here."""
+    """The recurrent state of sequences that all start here, and of which this rank may have a part (``shard``)."""
 
     lengths: Sequence[int]
     state: tuple[Tensor, ...] | None = None
     levels: Sequence[tuple[Tensor, FreshRecurrentState]] = ()
+    shard: SequenceShard | None = None
 
     def update(self, state: tuple[Tensor, ...]) -> None:
         """Nobody asks."""

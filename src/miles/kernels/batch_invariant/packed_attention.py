@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from miles.kernels.attention.gather_rows import RowGather, gather_rows
-from miles.kernels.attention.params import AttentionInputs, IndexerInputs
+from miles.kernels.attention.params import AttentionInputs, BlockIndexerInputs, IndexerInputs
 from miles.kernels.attention.tree import Segment
 from miles.kernels.attention.varlen import FreshRecurrentState
 from miles.kernels.batch_invariant.attention import span_attention
@@ -43,6 +43,7 @@ class _SpanBackend:
         if self._gather is not None:
             k_MGd, v_MGe = gather_rows(k_MGd, self._gather), gather_rows(v_MGe, self._gather)
         batch = self._causal if params.ignores_spans else self._batch
+        assert not isinstance(index, BlockIndexerInputs), "block-sparse attention is not batch-invariant"
         selected_TP = None if index is None else self._select_tokens(layer, index)
         return span_attention(q_THd, k_MGd, v_MGe, batch, params, sinks_H, selected_TP)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from miles.kernels.attention.gpu_backend import DecodeShape, SplitKVPlans, TritonAttentionBackend
-from miles.kernels.attention.params import AttentionInputs, AttentionParams, IndexerInputs
+from miles.kernels.attention.params import AttentionInputs, AttentionParams, BlockIndexerInputs, IndexerInputs
 from miles.kernels.batch_invariant.attention import span_attention
 from miles.kernels.batch_invariant.attention_metadata import SpanBatch, build_paged_spans
 from miles.kernels.batch_invariant.attention_paged import decode_attention, prefill_attention
@@ -80,6 +80,7 @@ class BatchInvariantPagedBackend:
         spans, gathered = self._spans, self._gathered
         if params.ignores_spans:
             spans, gathered = replace(spans, ends_T=None), self._gathered_causal
+        assert not isinstance(index, BlockIndexerInputs), "block-sparse attention is not batch-invariant"
         selected_TP = None if index is None else self._select_tokens(layer, cache, index)
         if cache.keys.scales is None and (selected_TP is not None or not use_triton(q_THd)):
             keys_SGd, values_SGe = cache.keys.slots, cache.values.slots

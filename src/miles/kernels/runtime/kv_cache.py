@@ -220,6 +220,11 @@ class PooledRecurrentState:
     _levels: Sequence[StateRows]
 
     @property
+    def shard(self) -> None:
+        """An engine splits no sequence over ranks."""
+        return None
+
+    @property
     def lengths(self) -> Sequence[int]:
         return self._levels[0].lengths
 

@@ -10,7 +10,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from miles.kernels.attention.params import AttentionInputs, AttentionParams, BlockIndexerInputs, IndexerInputs
+from miles.kernels.attention.params import (
+    AttentionInputs,
+    AttentionParams,
+    BlockIndexerInputs,
+    IndexerInputs,
+    SequenceShard,
+)
 
 __all__ = [
     "AttentionBackend",
@@ -19,6 +25,7 @@ __all__ = [
     "BlockIndexerInputs",
     "IndexerInputs",
     "RecurrentState",
+    "SequenceShard",
 ]
 
 
@@ -30,6 +37,8 @@ class RecurrentState(Protocol):
 
     With ``levels`` some sequences continue others of the same forward: each level is the rows of its tokens and their
     state, to be read once the levels before it are stored. Then ``state`` is that of none.
+
+    With a ``shard`` the tokens of the forward are some of those of ``lengths``.
     """
 
     @property
@@ -40,6 +49,9 @@ class RecurrentState(Protocol):
 
     @property
     def levels(self) -> Sequence[tuple[Tensor, RecurrentState]]: ...
+
+    @property
+    def shard(self) -> SequenceShard | None: ...
 
     def update(self, state: tuple[Tensor, ...]) -> None:
         """Store the new states, rows in the same order."""

@@ -39,7 +39,8 @@ class GatedDeltaNet(nn.Module):
         numerics: Numerics,
     ) -> None:
         super().__init__()
-        self.layer, self.spec, self.numerics = layer, spec, numerics
+        self.layer, self.spec = layer, spec
+        self.numerics = numerics
         factory = {"device": device, "dtype": dtype}
         layer_factory: dict[str, Any] = {**factory, "numerics": numerics}
         keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim

@@ -41,7 +41,8 @@ class KimiDeltaAttention(nn.Module):
         numerics: Numerics,
     ) -> None:
         super().__init__()
-        self.layer, self.spec, self.numerics = layer, spec, numerics
+        self.layer, self.spec = layer, spec
+        self.numerics = numerics
         factory = {"device": device, "dtype": dtype}
         layer_factory: dict[str, Any] = {**factory, "bias": False, "numerics": numerics}
         width, inner = model.hidden_size, spec.num_heads * spec.head_dim

@@ -39,7 +39,8 @@ class Mamba2(nn.Module):
         numerics: Numerics,
     ) -> None:
         super().__init__()
-        self.layer, self.spec, self.numerics = layer, spec, numerics
+        self.layer, self.spec = layer, spec
+        self.numerics = numerics
         factory = {"device": device, "dtype": dtype}
         layer_factory: dict[str, Any] = {**factory, "numerics": numerics}
         inner, both = spec.num_heads * spec.head_dim, spec.groups * spec.state_dim

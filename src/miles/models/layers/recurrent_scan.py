@@ -1,4 +1,5 @@
-"""Scan of a recurrent layer over the tokens of a forward, whose sequences may continue one another (drafted tokens).
+"""Scan of a recurrent layer over the tokens of a forward, whose sequences may continue one another (drafted tokens) or
+be split over ranks (context parallelism).
 
 Shapes: T tokens of a forward.
 """
@@ -22,7 +23,13 @@ tokens and the state after each sequence, None if it got none."""
 
 
 def scan_tokens(recurrent: RecurrentState, scan: ScanFn, inputs_T: Sequence[Tensor]) -> Tensor:
-    """Return the outputs [T, ...] of all tokens, level by level, and store the states after them."""
+    """Return the outputs [T, ...] of all tokens, level by level, and store the states after them.
+
+    Under context parallelism every rank scans the whole sequences and keeps the outputs of its own tokens.
+    """
+    shard = recurrent.shard
+    if shard is not None:
+        inputs_T = [shard.gather(x_t) for x_t in inputs_T]
     if recurrent.levels:
         outs = [scan_tokens(part, scan, [x.index_select(0, rows) for x in inputs_T]) for rows, part in recurrent.levels]
         out = torch.cat(outs)
@@ -30,4 +37,4 @@ def scan_tokens(recurrent: RecurrentState, scan: ScanFn, inputs_T: Sequence[Tens
     out_T, state = scan(inputs_T, recurrent.lengths, recurrent.state)
     if state is not None:
         recurrent.update(state)
-    return out_T
+    return out_T if shard is None else shard.select(out_T)

@@ -34,7 +34,8 @@ class ShortConv(nn.Module):
         numerics: Numerics,
     ) -> None:
         super().__init__()
-        self.layer, self.spec, self.numerics = layer, spec, numerics
+        self.layer, self.spec = layer, spec
+        self.numerics = numerics
         factory = {"device": device, "dtype": dtype}
         layer_factory: dict[str, Any] = {**factory, "numerics": numerics}
         self.input = Linear(model.hidden_size, 3 * spec.channels, bias=spec.bias, **layer_factory)
