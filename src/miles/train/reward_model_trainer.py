@@ -118,7 +118,7 @@ class RewardModelTrainer:
             scale = 0.0 if micro_batches[index].idle else 1.0
             return scale * output.loss, {name: scale * part.detach() for name, part in output.metrics.items()}
 
-        packed = [pack_sequences(each.samples, self._model.device) for each in micro_batches]
+        packed = [pack_sequences(each.samples, self._model.device, idle=each.idle) for each in micro_batches]
         sums = MetricSums()
         for kept in self._model.forward_backward_scores(packed, compute_loss):
             for name, part in kept.items():

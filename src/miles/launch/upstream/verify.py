@@ -63,6 +63,10 @@ def _judge(args: FlagArgs, c: Config, spec: DecoderSpec | None, config: Mapping[
             return FlagOutcome(given=str(args), outcome=row.kind, text=row.text)
         case "exact" | "design":
             return _refuse(args, describe_missing(row.feature))
+        case "router" if args.words and row.accepts(args.words):
+            return FlagOutcome(given=str(args), outcome="exact", text=row.text)
+        case "router":
+            return _refuse(args, describe_missing(row.feature))
         case "engine" if row.feature and not row.accepts(args.words):
             return _refuse(args, describe_missing(row.feature))
         case "fresh" if _loads_state(c):
