@@ -96,6 +96,12 @@ class RewardModelTrainer:
         """Return the live weights by name; the next step changes them in place."""
         return {name: p.detach() for name, p in self._model.parameters().items()}
 
+    def adapters(self) -> None:
+        """Return no adapters: an engine has none of a reward model."""
+
+    def draft_weights(self) -> None:
+        """Return no draft model: a reward model generates nothing."""
+
     def _step(self, batch: Batch) -> StepReport:
         started = self._clock()
         pairs = group_by_trajectory(batch.samples)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from miles.backends.megatron.layer_spec import GPTBackbone
-from miles.backends.megatron.packed_batch import MegatronBatch, PackedRows, RoutingReplay, build_megatron_batch
+from miles.backends.megatron.packed_batch import MegatronBatch, MegatronRows, RoutingReplay, build_megatron_batch
 from miles.backends.megatron.parallel_state import MegatronGroup, ParallelState
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig, find_router_conflict
 from miles.core.errors import UsageError
@@ -52,7 +52,7 @@ def run_forward_backward(
     chunks: Sequence[GPTBackbone],
     tf_config: DecoderTransformerConfig,
     state: ParallelState,
-    plan: Sequence[PackedRows],
+    plan: Sequence[MegatronRows],
     judge: LossCallback,
     *,
     trained: bool,
@@ -104,21 +104,28 @@ def run_forward_backward(
         )
     stage.count([batch.packed.replay for batch in batches])
     if with_grad and add_expert_load is not None:
-        for rows, batch in zip(plan, batches, strict=True):
-            if batch.packed.replay is not None and not rows.idle:
-                add_expert_load(batch.packed.replay.load())
+        _report_load(plan, batches, add_expert_load)
     kept = [kept_tensors for number, kept_tensors in found if number is not None]
     return _broadcast_kept(kept, state.pp_group, tf_config.param_device)
 
 
-def _token_weight(plan: Sequence[PackedRows], state: ParallelState, tf_config: DecoderTransformerConfig) -> float:
+def _report_load(
+    plan: Sequence[MegatronRows], batches: Sequence[MegatronBatch], add_expert_load: Callable[[Tensor], None]
+) -> None:
+    """Report the selections of all micro-batches that are not idle."""
+    for rows, batch in zip(plan, batches, strict=True):
+        if batch.packed.replay is not None and not rows.idle:
+            add_expert_load(batch.packed.replay.load())
+
+
+def _token_weight(plan: Sequence[MegatronRows], state: ParallelState, tf_config: DecoderTransformerConfig) -> float:
     """Return the weight of a token in a mean over those of all data-parallel ranks."""
     shared = state.cp_group.world == 1  # otherwise sequences are sharded, and share no prefix
     tokens = sum(len(rows.tokens_T) if shared else sum(rows.lengths) for rows in plan if not rows.idle)
     return 1 / float(state.dp_group.sum(torch.tensor(float(tokens), device=tf_config.param_device)))
 
 
-def _check_replay(tf_config: DecoderTransformerConfig, plan: Sequence[PackedRows]) -> None:
+def _check_replay(tf_config: DecoderTransformerConfig, plan: Sequence[MegatronRows]) -> None:
     """Raise an error if a replay cannot reach every router, also one that is recomputed in backward."""
     kept_tensors, conflict = any(rows.replay_TLk is not None for rows in plan), find_router_conflict(tf_config)
     if conflict is not None and (kept_tensors or any(rows.routed_cache is not None for rows in plan)):

@@ -22,7 +22,7 @@ from miles.backends.megatron.flags import DISTRIBUTED_OPTIMIZER, parse_flags
 from miles.backends.megatron.forward import run_forward_backward
 from miles.backends.megatron.layer_spec import GPTBackbone, build_gpt_backbone
 from miles.backends.megatron.lora import attach_adapters, find_part
-from miles.backends.megatron.packed_batch import PackedRows
+from miles.backends.megatron.packed_batch import MegatronRows
 from miles.backends.megatron.parallel_state import ParallelState, initialize_parallel_state
 from miles.backends.megatron.param_mapping import TIED, ParamMapping, build_head_mappings, build_param_mappings
 from miles.backends.megatron.param_registry import ParamRegistry
@@ -175,7 +175,7 @@ class MegatronModel:
         """Return the parameters, float32 if trained; empty for those of another stage."""
         return self._registry.parameters
 
-    def forward_backward(self, plan: Sequence[PackedRows], judge: LossCallback) -> list[KeptTensors]:
+    def forward_backward(self, plan: Sequence[MegatronRows], judge: LossCallback) -> list[KeptTensors]:
         self._tokens += sum(len(rows.tokens_T) for rows in plan)
         return run_forward_backward(
             self._chunks,

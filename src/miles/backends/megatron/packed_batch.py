@@ -225,7 +225,7 @@ class PackedParams(PackedSeqParams):
     router_loss: RouterLoss | None = field(default=None, kw_only=True)
 
 
-class PackedRows(Protocol):
+class MegatronRows(Protocol):
     """Packed tokens: a MicroBatch, or PackedSequences."""
 
     @property
@@ -246,7 +246,7 @@ class PackedRows(Protocol):
     def images(self) -> PackedImages | None: ...
     @property
     def idle(self) -> bool: ...
-    def unshare(self) -> PackedRows: ...
+    def unshare(self) -> MegatronRows: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +260,7 @@ class MegatronBatch:
 
 
 def build_megatron_batch(
-    rows: PackedRows,
+    rows: MegatronRows,
     spec: DecoderSpec,
     state: ParallelState,
     *,
@@ -293,7 +293,7 @@ def build_megatron_batch(
 
 
 def _build_router_loss(
-    rows: PackedRows,
+    rows: MegatronRows,
     local: _LocalSlots,
     state: ParallelState,
     balance: RouterBalance,
@@ -339,13 +339,13 @@ class _LocalSlots:
     tokens: ContextTokens | None = None
 
 
-def _sequence_of_tokens(rows: PackedRows) -> Tensor:
+def _sequence_of_tokens(rows: MegatronRows) -> Tensor:
     if rows.tree_nodes:
         return torch.zeros_like(rows.tokens_T)
     return torch.from_numpy(np.repeat(np.arange(len(rows.lengths)), rows.lengths)).to(rows.tokens_T.device)
 
 
-def _pad(rows: PackedRows, multiple: int) -> _LocalSlots:
+def _pad(rows: MegatronRows, multiple: int) -> _LocalSlots:
     """All of the rows, followed by a padding sequence."""
     missing = -len(rows.tokens_T) % multiple
     lengths, tree_nodes, replay_tLk = rows.lengths, rows.tree_nodes, rows.replay_TLk
@@ -365,7 +365,7 @@ def _pad(rows: PackedRows, multiple: int) -> _LocalSlots:
     )
 
 
-def _shard(rows: PackedRows, group: MegatronGroup, multiple: int) -> _LocalSlots:
+def _shard(rows: MegatronRows, group: MegatronGroup, multiple: int) -> _LocalSlots:
     """This context-parallel rank's chunks of every sequence."""
     device = rows.tokens_T.device
     slots = build_slots(rows.lengths, rank=group.rank, context=group.world, multiple=multiple)
