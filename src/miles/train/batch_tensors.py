@@ -173,13 +173,14 @@ class PackedSequences:
     replay_TLk: Tensor | None = None
     routed_cache: RoutedExpertsCache | None = None
     tree_nodes: tuple[TreeNode, ...] = ()
+    idle: bool = False
 
     def unshare(self) -> PackedSequences:
         """Return itself: no prefix is shared."""
         return self
 
 
-def pack_sequences(samples: Sequence[Sample], device: torch.device) -> PackedSequences:
+def pack_sequences(samples: Sequence[Sample], device: torch.device, *, idle: bool = False) -> PackedSequences:
     """Concatenate the tokens of samples."""
     lengths = tuple(len(s) for s in samples)
     images = None
@@ -191,6 +192,7 @@ def pack_sequences(samples: Sequence[Sample], device: torch.device) -> PackedSeq
         positions_T=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device, torch.int64),
         before_R=torch.tensor(lengths, device=device).cumsum(0) - 1,
         images=images,
+        idle=idle,
     )
 
 

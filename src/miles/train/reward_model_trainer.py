@@ -96,6 +96,12 @@ class RewardModelTrainer:
         """Return the live weights by name; the next step changes them in place."""
         return {name: p.detach() for name, p in self._model.parameters().items()}
 
+    def adapters(self) -> None:
+        """Return no adapters: an engine has none of a reward model."""
+
+    def draft_weights(self) -> None:
+        """Return no draft model: a reward model generates nothing."""
+
     def _step(self, batch: Batch) -> StepReport:
         started = self._clock()
         pairs = group_by_trajectory(batch.samples)
@@ -118,7 +124,7 @@ class RewardModelTrainer:
             scale = 0.0 if micro_batches[index].idle else 1.0
             return scale * output.loss, {name: scale * part.detach() for name, part in output.metrics.items()}
 
-        packed = [pack_sequences(each.samples, self._model.device) for each in micro_batches]
+        packed = [pack_sequences(each.samples, self._model.device, idle=each.idle) for each in micro_batches]
         sums = MetricSums()
         for kept in self._model.forward_backward_scores(packed, compute_loss):
             for name, part in kept.items():

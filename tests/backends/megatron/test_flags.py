@@ -31,6 +31,8 @@ def parse_flags(line: str):
         ("--bias-dropout-fusion false", {"bias_dropout_fusion": False}),
         ("--moe-expert-capacity-factor 1.5", {"moe_expert_capacity_factor": 1.5}),
         ("--decoder-last-pipeline-num-layers 3", {"num_layers_in_last_pipeline_stage": 3}),
+        ("--moe-aux-loss-coeff 0.1", {"moe_aux_loss_coeff": 0.1}),
+        ("--moe-router-freeze-gate", {"moe_router_freeze_gate": True}),
         ("--moe-router-dtype fp32 --moe-grouped-gemm", {"moe_router_dtype": "fp32", "moe_grouped_gemm": True}),
     ],
 )
@@ -46,7 +48,7 @@ def test_a_flag_is_a_field_of_megatrons_config(line: str, fields: dict):
         ("--num-layers 3", "follows from config.json"),
         ("--tensor-model-parallel-size 2", "without its megatron- prefix"),
         ("--bf16", "--dtype"),
-        ("--moe-aux-loss-coeff 0.1", "its objective only"),
+        ("--calculate-per-token-loss", "gradients are sums"),
         ("--recompute-num-layers many", "--megatron-recompute-num-layers many"),
         ("--recompute-num-layers", "expected one value"),
         ("--moe-router-dtype fp13", "expected one of"),

@@ -162,10 +162,18 @@ def test_what_was_read_is_written_bit_for_bit_and_training_goes_on_elsewhere(tmp
     assert not cases.apart(dict(heir.weights()), dict(own.weights()), 1e-3)
 
 
-def test_megatrons_own_checkpoint_is_read_by_another_layout(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("made", "read"),
+    [
+        ({"context": 2, "expert": 2}, {"pipeline": 2}),
+        ({"tensor": 2, "pipeline": 2, "sequence": True}, {"shard": 4, "expert": 4}),
+        ({"shard": 4}, {"tensor": 2, "pipeline": 2, "sequence": True}),
+    ],
+    ids=str,
+)
+def test_megatrons_own_checkpoint_is_read_by_another_layout(tmp_path: Path, made: dict[str, Any], read: dict[str, Any]):
     folder = cases.written(tmp_path / "model", "qwen3_moe")
-    made, read = layout({"context": 2, "expert": 2}), layout({"pipeline": 2})
-    ranks(2, cases.handed, folder, made, read, tmp_path)
+    ranks(layout(made).world, cases.handed, folder, layout(made), layout(read), tmp_path)
     wanted, found = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "exported"))
     assert wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)
 

@@ -17,6 +17,7 @@ TITLES: dict[Kind, str] = {
     "engine": "Mapped to an option of the native engine; passed on to SGLang under `--rollout-backend sglang`",
     "served": "No effect on the native engine; passed on to SGLang under `--rollout-backend sglang`",
     "pass": "Passed on under `--train-backend megatron`; no effect elsewhere",
+    "router": "Load balancing of routers: passed on under `--train-backend megatron`; elsewhere as follows",
     "shape": "Compared with `config.json` of the checkpoint",
     "exact": "Agreed: how Megatron computes",
     "design": "Agreed: what a run does anyway",

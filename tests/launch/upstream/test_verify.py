@@ -14,6 +14,7 @@ from miles.launch.build.hooks import build_upstream_context
 from miles.launch.config import Config
 from miles.launch.main import main
 from miles.launch.read_config import read
+from miles.launch.upstream.rewrite import LaunchContext, rewrite_argv
 from miles.launch.upstream.verify import list_flag_outcomes
 
 
@@ -89,12 +90,23 @@ def test_what_the_checkpoint_does_not_say_is_noted():
     ("line", "feature"),
     [
         ("--attention-dropout 0.1", "dropout in training"),
-        ("--moe-aux-loss-coeff 1e-3", "a load-balancing loss of the router"),
+        ("--moe-aux-loss-coeff 1e-3", "a load-balancing loss of the router under --train-backend fsdp"),
     ],
 )
 def test_a_value_that_changes_the_mathematics_is_refused(line: str, feature: str):
-    assert find_problems(line) == [f"{line} asks for {feature}, which is not supported."]
+    advice = "; use --train-backend megatron" if "--moe" in line else ""
+    assert find_problems(line) == [f"{line} asks for {feature}, which is not supported{advice}."]
     assert list_outcomes(f"{line.split()[0]} 0.0") == {f"{line.split()[0]} 0.0": "exact"}
+
+
+def test_load_balancing_of_routers_is_passed_on_to_megatron():
+    line = "--moe-aux-loss-coeff 1e-3 --moe-router-load-balancing-type seq_aux_loss --moe-router-freeze-gate"
+    assert find_problems("--moe-router-freeze-gate") == [
+        "--moe-router-freeze-gate asks for a frozen router under --train-backend fsdp, which is not supported; use "
+        "--train-backend megatron."
+    ]
+    context = LaunchContext(uses_sglang=False, uses_megatron=True, checkpoint=None)
+    assert rewrite_argv(line.split(), (), context) == line.replace("--moe", "--megatron-moe").split()
 
 
 def test_flags_of_sglang_become_options_of_the_native_engine():

@@ -16,11 +16,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from miles.backends.megatron.router import FREEZE_GATE
 from miles.core.errors import UsageError
 
 PREFIX = "--megatron-"
 DISTRIBUTED_OPTIMIZER = "use_distributed_optimizer"
-"""The one flag that is not a field of the config: it belongs to Megatron's optimizer."""
+"""A flag that is not a field of the config: it belongs to Megatron's optimizer."""
 
 # Other names of a field.
 _ALIASES: Mapping[str, str] = {
@@ -57,10 +58,7 @@ _RESERVED: Mapping[str, str] = {
         "follows from the parallel layout; use the flag without its megatron- prefix",
     ),
     **_reserve("params_dtype pipeline_dtype bf16 fp16 autocast_dtype enable_autocast", "follows from --dtype"),
-    **_reserve(
-        "calculate_per_token_loss moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type",
-        "is set by Miles: the loss of a step is its objective only",
-    ),
+    **_reserve("calculate_per_token_loss", "is set by Miles: gradients are sums, whose weights are in the loss"),
     **_reserve(
         "variable_seq_lengths perform_initialization use_cpu_initialization finalize_model_grads_func",
         "is set by Miles, which packs sequences, loads weights and reduces gradients itself",
@@ -75,7 +73,10 @@ _RESERVED: Mapping[str, str] = {
 @lru_cache(maxsize=1)
 def _hints() -> Mapping[str, Any]:
     hints = get_type_hints(MLATransformerConfig)
-    return {f.name: hints[f.name] for f in fields(MLATransformerConfig)} | {DISTRIBUTED_OPTIMIZER: bool}
+    return {f.name: hints[f.name] for f in fields(MLATransformerConfig)} | {
+        DISTRIBUTED_OPTIMIZER: bool,
+        FREEZE_GATE: bool,
+    }
 
 
 def parse_flags(words: Sequence[str]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ tensors are broadcast to all stages at the end. Shapes: ``t`` slots of this rank
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from miles.backends.megatron.layer_spec import GPTBackbone
-from miles.backends.megatron.packed_batch import MegatronBatch, PackedRows, RoutingReplay, build_megatron_batch
+from miles.backends.megatron.packed_batch import MegatronBatch, MegatronRows, RoutingReplay, build_megatron_batch
 from miles.backends.megatron.parallel_state import MegatronGroup, ParallelState
-from miles.backends.megatron.transformer_config import DecoderTransformerConfig
+from miles.backends.megatron.transformer_config import DecoderTransformerConfig, find_router_conflict
 from miles.core.errors import UsageError
 from miles.kernels.numerics import FAST
 from miles.models.parallel.tp_sharding import ShardSegment
@@ -52,15 +52,17 @@ def run_forward_backward(
     chunks: Sequence[GPTBackbone],
     tf_config: DecoderTransformerConfig,
     state: ParallelState,
-    plan: Sequence[PackedRows],
+    plan: Sequence[MegatronRows],
     judge: LossCallback,
     *,
     trained: bool,
     stopwatch: Stopwatch | None = None,
+    add_expert_load: Callable[[Tensor], None] | None = None,
 ) -> list[KeptTensors]:
     """Return what the loss callback keeps of every micro-batch, in order; gradients accumulate if grad mode is enabled.
 
-    ``stopwatch`` runs during this rank's forward.
+    ``stopwatch`` runs during this rank's forward. ``add_expert_load`` is called with how often each expert was selected
+    for this rank's slots, [L, E], if there are gradients.
     """
     if not plan:
         return []
@@ -68,6 +70,7 @@ def run_forward_backward(
         raise UsageError("--train-backend megatron does not train on images; use --train-backend fsdp.")
     _check_replay(tf_config, plan)
     with_grad = trained and torch.is_grad_enabled()
+    per_token = _token_weight(plan, state, tf_config) if with_grad and tf_config.balance.has_loss else 0.0
     batches = [
         build_megatron_batch(
             rows,
@@ -75,14 +78,17 @@ def run_forward_backward(
             state,
             sequence=tf_config.sequence_parallel,
             dtype=tf_config.params_dtype,
-            counted=with_grad and _replay_conflict(tf_config) is None,
+            counted=with_grad and find_router_conflict(tf_config) is None,
+            balance=tf_config.balance if with_grad else None,
+            per_token=per_token,
         )
         for rows in plan
     ]
     steps: list[_Step] = list(enumerate(batches))
     if tf_config.virtual_pipeline_model_parallel_size is not None:
         # Interleaved schedules need a multiple of the number of stages.
-        steps += [(None, batches[-1])] * (-len(steps) % state.pp_group.world)
+        padding = replace(batches[-1], packed=replace(batches[-1].packed, router_loss=None))
+        steps += [(None, padding)] * (-len(steps) % state.pp_group.world)
     stage = _Stage(tf_config, state, judge, with_grad=with_grad)
     for chunk in chunks:
         chunk.train(with_grad)
@@ -97,22 +103,34 @@ def run_forward_backward(
             forward_only=not with_grad,
         )
     stage.count([batch.packed.replay for batch in batches])
+    if with_grad and add_expert_load is not None:
+        _report_load(plan, batches, add_expert_load)
     kept = [kept_tensors for number, kept_tensors in found if number is not None]
     return _broadcast_kept(kept, state.pp_group, tf_config.param_device)
 
 
-def _check_replay(tf_config: DecoderTransformerConfig, plan: Sequence[PackedRows]) -> None:
+def _report_load(
+    plan: Sequence[MegatronRows], batches: Sequence[MegatronBatch], add_expert_load: Callable[[Tensor], None]
+) -> None:
+    """Report the selections of all micro-batches that are not idle."""
+    for rows, batch in zip(plan, batches, strict=True):
+        if batch.packed.replay is not None and not rows.idle:
+            add_expert_load(batch.packed.replay.load())
+
+
+def _token_weight(plan: Sequence[MegatronRows], state: ParallelState, tf_config: DecoderTransformerConfig) -> float:
+    """Return the weight of a token in a mean over those of all data-parallel ranks."""
+    shared = state.cp_group.world == 1  # otherwise sequences are sharded, and share no prefix
+    tokens = sum(len(rows.tokens_T) if shared else sum(rows.lengths) for rows in plan if not rows.idle)
+    return 1 / float(state.dp_group.sum(torch.tensor(float(tokens), device=tf_config.param_device)))
+
+
+def _check_replay(tf_config: DecoderTransformerConfig, plan: Sequence[MegatronRows]) -> None:
     """Raise an error if a replay cannot reach every router, also one that is recomputed in backward."""
-    kept_tensors, conflict = any(rows.replay_TLk is not None for rows in plan), _replay_conflict(tf_config)
+    kept_tensors, conflict = any(rows.replay_TLk is not None for rows in plan), find_router_conflict(tf_config)
     if conflict is not None and (kept_tensors or any(rows.routed_cache is not None for rows in plan)):
         flag = "--use-rollout-routing-replay" if kept_tensors else "--use-routing-replay"
         raise UsageError(f"{flag} cannot be combined with --megatron-{conflict}: leave one of them out.")
-
-
-def _replay_conflict(tf_config: DecoderTransformerConfig) -> str | None:
-    """Return the flag that rules out routing replay, or None."""
-    again = tf_config.recompute_granularity == "selective" and "moe" in (tf_config.recompute_modules or ())
-    return "moe-router-fusion" if tf_config.moe_router_fusion else "recompute-modules moe" if again else None
 
 
 class _Stage:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from miles.backends.megatron.mla import PackedMLASelfAttention
 from miles.backends.megatron.packed_batch import LayerRoutingReplay, PackedParams
+from miles.backends.megatron.router import BalancedRouter
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
 from miles.kernels.attention.params import AttentionInputs, AttentionParams
 from miles.kernels.fused.activation import gated_activation_inference
@@ -121,7 +122,7 @@ class GroupedExperts(SequentialMLP):
 
 
 class ReplayTransformerLayer(TransformerLayer):
-    """Megatron's layer, which passes the routing replay of the micro-batch to its router."""
+    """Megatron's layer, which passes the routing replay and the losses of the micro-batch to its router."""
 
     def forward(self, *args: Any, packed_seq_params: PackedParams | None = None, **kwargs: Any) -> Any:
         config = self.config
@@ -130,6 +131,7 @@ class ReplayTransformerLayer(TransformerLayer):
             replay, slot = packed_seq_params.replay, config.decoder_spec.moe_layers.index(self.layer_number - 1)
             mlp: Any = self.mlp
             mlp.router.router_replay = None if replay is None else LayerRoutingReplay(replay, slot)
+            mlp.router.router_loss = packed_seq_params.router_loss
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
@@ -206,6 +208,8 @@ def _layer_module_spec(config: DecoderTransformerConfig, index: int) -> ModuleSp
     for name in ("input_layernorm", "pre_mlp_layernorm"):
         if getattr(submodules, name) is not IdentityOp:
             setattr(submodules, name, MegatronRMSNorm)
+    if moe:
+        submodules.mlp.submodules.router = BalancedRouter
     if moe and submodules.mlp.submodules.experts.module is SequentialMLP:
         submodules.mlp.submodules.experts.module = GroupedExperts
     attention = submodules.self_attention.submodules

@@ -22,10 +22,11 @@ from miles.backends.megatron.flags import DISTRIBUTED_OPTIMIZER, parse_flags
 from miles.backends.megatron.forward import run_forward_backward
 from miles.backends.megatron.layer_spec import GPTBackbone, build_gpt_backbone
 from miles.backends.megatron.lora import attach_adapters, find_part
-from miles.backends.megatron.packed_batch import PackedRows
+from miles.backends.megatron.packed_batch import MegatronRows
 from miles.backends.megatron.parallel_state import ParallelState, initialize_parallel_state
 from miles.backends.megatron.param_mapping import TIED, ParamMapping, build_head_mappings, build_param_mappings
 from miles.backends.megatron.param_registry import ParamRegistry
+from miles.backends.megatron.router import split_balance, update_expert_bias
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig, build_transformer_config
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.errors import CheckpointError
@@ -63,15 +64,19 @@ def load_megatron_model(
     config: Mapping[str, Any] | None = None,
     like: Path | None = None,
     scalar_head: Mapping[str, tuple[int, ...]] | None = None,
+    balanced: bool = True,
 ) -> MegatronModel:
     """Load the model of the Hugging Face ``folder`` over the ranks of torch's default group; every rank calls it.
 
     ``flags`` are Megatron's own, as on a command line. ``device`` is this rank's; by default its current GPU, or the
     CPU. Saved weights are accompanied by ``config`` and the tokenizer files of ``like``, by default those of
     ``folder``. Transformer Engine is used where it is installed, unless ``transformer_engine`` is false. With the
-    shapes of a ``scalar_head`` the model has this head too, with zeros; see ``scalar_head``.
+    shapes of a ``scalar_head`` the model has this head too, with zeros. Flags of the load balancing of routers are
+    ignored unless ``balanced``: they are about the policy, and another model may have no routers.
     """
     fields = parse_flags(flags)
+    if not balanced:
+        _, fields = split_balance(fields)
     distributed_optimizer = bool(fields.pop(DISTRIBUTED_OPTIMIZER, False))
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -125,6 +130,7 @@ class MegatronModel:
         self._config, self._like = config, like
         self._stopwatch, self._tokens = Stopwatch(tf_config.param_device), 0
         self._has_adapters = False
+        self._expert_load_LE: Tensor | None = None
         self._chunks = _build_chunks(tf_config, state)
         self.scalar_head = dict(scalar_head or {})
         for chunk in self._chunks:
@@ -169,7 +175,7 @@ class MegatronModel:
         """Return the parameters, float32 if trained; empty for those of another stage."""
         return self._registry.parameters
 
-    def forward_backward(self, plan: Sequence[PackedRows], judge: LossCallback) -> list[KeptTensors]:
+    def forward_backward(self, plan: Sequence[MegatronRows], judge: LossCallback) -> list[KeptTensors]:
         self._tokens += sum(len(rows.tokens_T) for rows in plan)
         return run_forward_backward(
             self._chunks,
@@ -179,7 +185,11 @@ class MegatronModel:
             judge,
             trained=self._registry.trained or self._has_adapters,
             stopwatch=self._stopwatch,
+            add_expert_load=self._add_expert_load if self.tf_config.balance.bias_rate else None,
         )
+
+    def _add_expert_load(self, load_LE: Tensor) -> None:
+        self._expert_load_LE = load_LE if self._expert_load_LE is None else self._expert_load_LE + load_LE
 
     def seconds_per_token(self) -> float | None:
         """Of the forward of this rank's stages."""
@@ -303,6 +313,19 @@ class MegatronModel:
 
     def after_update(self) -> None:
         self._registry.publish()
+        if self._expert_load_LE is not None:
+            self._update_expert_bias(self._expert_load_LE)
+            self._expert_load_LE = None
+
+    @torch.no_grad()
+    def _update_expert_bias(self, load_LE: Tensor) -> None:
+        """Update the correction bias of this rank's routers from the selections of the last optimizer step."""
+        load_LE = self.state.dp_cp_group.sum(load_LE)
+        if self.tf_config.sequence_parallel:
+            load_LE = self.state.tp_group.sum(load_LE)
+        for slot, layer in enumerate(self.spec.moe_layers):
+            for bias_E in self._registry.modules(f"layers.{layer}.moe.correction"):
+                update_expert_bias(bias_E, load_LE[slot], self.tf_config.balance.bias_rate)
 
     def move(self, device: torch.device) -> None:
         self._registry.move(device)

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miles.backends.megatron.parallel_state import MegatronGroup, ParallelState
-from miles.core.errors import MilesError
+from miles.backends.megatron.router import RouterBalance, RouterLoss
+from miles.core.errors import MilesError, UsageError
 from miles.kernels.attention.params import AttentionInputs
 from miles.kernels.attention.tree import Segment, TreeAttentionBackend
 from miles.kernels.numerics import FAST
@@ -221,9 +222,10 @@ class PackedParams(PackedSeqParams):
     positions: Positions = field(kw_only=True)
     attn_backend: AttentionBackend = field(kw_only=True)
     replay: RoutingReplay | None = field(default=None, kw_only=True)
+    router_loss: RouterLoss | None = field(default=None, kw_only=True)
 
 
-class PackedRows(Protocol):
+class MegatronRows(Protocol):
     """Packed tokens: a MicroBatch, or PackedSequences."""
 
     @property
@@ -242,7 +244,9 @@ class PackedRows(Protocol):
     def tree_nodes(self) -> tuple[TreeNode, ...]: ...
     @property
     def images(self) -> PackedImages | None: ...
-    def unshare(self) -> PackedRows: ...
+    @property
+    def idle(self) -> bool: ...
+    def unshare(self) -> MegatronRows: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,39 +260,78 @@ class MegatronBatch:
 
 
 def build_megatron_batch(
-    rows: PackedRows,
+    rows: MegatronRows,
     spec: DecoderSpec,
     state: ParallelState,
     *,
     sequence: bool,
     dtype: torch.dtype,
     counted: bool = False,
+    balance: RouterBalance | None = None,
+    per_token: float = 0.0,
 ) -> MegatronBatch:
     """Build this rank's part of ``rows``; ``sequence`` says that sequence parallelism is on.
 
-    Experts are ``counted`` even if none are replayed.
+    Experts are ``counted`` even if none are replayed. With a ``balance`` that has losses, a token's weight in these is
+    ``per_token``.
     """
     longest, most = max(rows.lengths), spec.max_positions
     if longest > most:
         raise MilesError(f"a sample of {longest} tokens is longer than the {most} positions of the model's config.")
     multiple = state.tp_group.world if sequence else 1
     local = _pad(rows, multiple) if state.cp_group.world == 1 else _shard(rows.unshare(), state.cp_group, multiple)
-    replay = None
+    replay, router_loss = None, None
+    if spec.moe is not None and balance is not None and balance.has_loss:
+        router_loss = _build_router_loss(rows, local, state, balance, per_token, sequence=sequence)
     if spec.moe is not None and (local.replay_tLk is not None or rows.routed_cache is not None or counted):
         part = state.tp_group.rank if sequence else 0
         replay_tLk = None if local.replay_tLk is None else local.replay_tLk.chunk(multiple)[part]
         replay = RoutingReplay(spec, replay_tLk, rows.routed_cache, local.real_t.chunk(multiple)[part])
     positions = Positions(local.positions_t, most, dtype, numerics=FAST)
-    packed = PackedParams(positions=positions, attn_backend=local.attn_backend, replay=replay)
+    packed = PackedParams(positions=positions, attn_backend=local.attn_backend, replay=replay, router_loss=router_loss)
     return MegatronBatch(tokens_1t=local.tokens_t[None], packed=packed, at_r=local.at_r, tokens=local.tokens)
+
+
+def _build_router_loss(
+    rows: MegatronRows,
+    local: _LocalSlots,
+    state: ParallelState,
+    balance: RouterBalance,
+    per_token: float,
+    *,
+    sequence: bool,
+) -> RouterLoss:
+    if rows.tree_nodes and "seq_aux_loss" in balance.aux_coeffs:
+        raise UsageError(
+            "--megatron-moe-router-load-balancing-type seq_aux_loss does not work with --share-prefix, whose tokens "
+            "are of several sequences; use aux_loss, or remove --share-prefix."
+        )
+    multiple, part = (state.tp_group.world, state.tp_group.rank) if sequence else (1, 0)
+
+    def share(x: Tensor) -> Tensor:
+        x = state.cp_group.sum(x)
+        return state.tp_group.sum(x) if sequence else x
+
+    return RouterLoss(
+        balance=balance,
+        real_t=local.real_t.chunk(multiple)[part],
+        sequence_t=local.sequence_t.chunk(multiple)[part],
+        sequences=len(rows.lengths),
+        per_token=0.0 if rows.idle else per_token,
+        share=share,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LocalSlots:
-    """This rank's slots, which of them hold a token of the rows, and the slots that predict."""
+    """This rank's slots, which of them hold a token of the rows and of which sequence, and the slots that predict.
+
+    Padding, and tokens that sequences share, are of sequence 0.
+    """
 
     tokens_t: Tensor
     real_t: Tensor
+    sequence_t: Tensor
     positions_t: Tensor
     replay_tLk: Tensor | None
     attn_backend: AttentionBackend
@@ -296,7 +339,13 @@ class _LocalSlots:
     tokens: ContextTokens | None = None
 
 
-def _pad(rows: PackedRows, multiple: int) -> _LocalSlots:
+def _sequence_of_tokens(rows: MegatronRows) -> Tensor:
+    if rows.tree_nodes:
+        return torch.zeros_like(rows.tokens_T)
+    return torch.from_numpy(np.repeat(np.arange(len(rows.lengths)), rows.lengths)).to(rows.tokens_T.device)
+
+
+def _pad(rows: MegatronRows, multiple: int) -> _LocalSlots:
     """All of the rows, followed by a padding sequence."""
     missing = -len(rows.tokens_T) % multiple
     lengths, tree_nodes, replay_tLk = rows.lengths, rows.tree_nodes, rows.replay_TLk
@@ -308,6 +357,7 @@ def _pad(rows: PackedRows, multiple: int) -> _LocalSlots:
     return _LocalSlots(
         tokens_t=torch.cat((rows.tokens_T, none_m)),
         real_t=torch.cat((torch.ones_like(rows.tokens_T), none_m)).bool(),
+        sequence_t=torch.cat((_sequence_of_tokens(rows), none_m)),
         positions_t=torch.cat((rows.positions_T, none_m)),
         replay_tLk=replay_tLk,
         attn_backend=build_attention(lengths, tree_nodes, rows.tokens_T.device, numerics=FAST),
@@ -315,7 +365,7 @@ def _pad(rows: PackedRows, multiple: int) -> _LocalSlots:
     )
 
 
-def _shard(rows: PackedRows, group: MegatronGroup, multiple: int) -> _LocalSlots:
+def _shard(rows: MegatronRows, group: MegatronGroup, multiple: int) -> _LocalSlots:
     """This context-parallel rank's chunks of every sequence."""
     device = rows.tokens_T.device
     slots = build_slots(rows.lengths, rank=group.rank, context=group.world, multiple=multiple)
@@ -333,6 +383,7 @@ def _shard(rows: PackedRows, group: MegatronGroup, multiple: int) -> _LocalSlots
     inner = TreeAttentionBackend(segments, device, keys=group.world * len(source_t))
     return _LocalSlots(
         real_t=real_t,
+        sequence_t=torch.where(real_t, _sequence_of_tokens(rows).index_select(0, taken_t), 0),
         tokens_t=torch.where(real_t, rows.tokens_T.index_select(0, taken_t), 0),
         positions_t=torch.from_numpy(slots.place_t).to(device),
         replay_tLk=replay_tLk,

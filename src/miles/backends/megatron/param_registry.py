@@ -25,6 +25,7 @@ from miles.backends.megatron.transformer_config import DecoderTransformerConfig
 _WIDE = (torch.float32, torch.float64)
 # Follows the load of experts, not a gradient; always float32.
 _UNTRAINED = ".moe.correction"
+_ROUTER = ".moe.router.weight"
 
 
 class ParamRegistry:
@@ -46,6 +47,7 @@ class ParamRegistry:
     ) -> None:
         self.trained = trained
         self._scalar_head = frozenset(scalar_head)
+        self._untrained = (_UNTRAINED, _ROUTER) if tf_config.balance.frozen else (_UNTRAINED,)
         self._state = state
         self._buffers = buffers
         self._mappings = mappings
@@ -173,7 +175,7 @@ class ParamRegistry:
     def _is_trained(self, name: str) -> bool:
         if self._scalar_head and (name in self._scalar_head or name == LM_HEAD):
             return name != LM_HEAD
-        return self.trained and not name.endswith(_UNTRAINED)
+        return self.trained and not name.endswith(self._untrained)
 
     def _accumulate(self, name: str, number: int, tensor: Tensor) -> None:
         """Add a module's gradient to the parameter's."""

@@ -12,6 +12,7 @@ import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch.nn import functional as F
 
+from miles.backends.megatron.router import RouterBalance, split_balance
 from miles.backends.megatron.supported_models import ACTIVATIONS, check_megatron_support
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.errors import UsageError
@@ -21,13 +22,14 @@ from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MlpSpec, MoeS
 
 @dataclass
 class DecoderTransformerConfig(MLATransformerConfig):
-    """Megatron's config plus what our modules need: the spec, the device of parameters, and whether layers are
-    Transformer Engine's.
+    """Megatron's config plus what our modules need: the spec, the device of parameters, whether layers are Transformer
+    Engine's, and the load balancing of routers, for which Megatron's own is off.
     """
 
     decoder_spec: DecoderSpec = field(kw_only=True)
     param_device: torch.device = field(kw_only=True)
     transformer_engine: bool = field(default=False, kw_only=True)
+    balance: RouterBalance = field(default_factory=RouterBalance, kw_only=True)
 
 
 def build_transformer_config(
@@ -46,6 +48,14 @@ def build_transformer_config(
     problem = check_megatron_support(spec, layout)
     if problem is not None:
         raise UsageError(problem)
+    balance, flags = split_balance(flags)
+    if spec.moe is None and (balance.counts_tokens or balance.frozen):
+        raise UsageError(f"{spec.family} has no routers to balance or freeze; remove the --megatron-moe-router flags.")
+    if balance.bias_rate and (spec.moe is None or not spec.moe.correction):
+        raise UsageError(
+            f"--megatron-moe-router-bias-update-rate updates the correction bias of routers, which {spec.family} does "
+            "not have; remove it."
+        )
     transformer_engine = transformer_engine and device.type == "cuda" and find_spec("transformer_engine") is not None
     fields = {
         **_decoder(spec),
@@ -68,11 +78,21 @@ def build_transformer_config(
         **flags,
     }
     try:
-        return DecoderTransformerConfig(
-            **fields, decoder_spec=spec, param_device=device, transformer_engine=transformer_engine
+        tf_config = DecoderTransformerConfig(
+            **fields, decoder_spec=spec, param_device=device, transformer_engine=transformer_engine, balance=balance
         )
     except (ValueError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"Megatron-Core rejects this model and parallel layout: {error}") from error
+    conflict = find_router_conflict(tf_config)
+    if balance.counts_tokens and conflict is not None:
+        raise UsageError(f"load balancing of routers cannot be combined with --megatron-{conflict}: leave one out.")
+    return tf_config
+
+
+def find_router_conflict(tf_config: DecoderTransformerConfig) -> str | None:
+    """Return the flag with which a micro-batch's own settings do not reach every router, or None."""
+    again = tf_config.recompute_granularity == "selective" and "moe" in (tf_config.recompute_modules or ())
+    return "moe-router-fusion" if tf_config.moe_router_fusion else "recompute-modules moe" if again else None
 
 
 def _decoder(spec: DecoderSpec) -> dict[str, Any]:

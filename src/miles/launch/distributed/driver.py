@@ -143,10 +143,10 @@ class RankTrainer:
         return gathered
 
     def adapters(self) -> LoraAdapters | None:
-        return self._trainer.adapters() if isinstance(self._trainer, PolicyTrainer) else None
+        return self._trainer.adapters()
 
     def draft_weights(self) -> Mapping[str, Tensor] | None:
-        return self._trainer.draft_weights() if isinstance(self._trainer, PolicyTrainer) else None
+        return self._trainer.draft_weights()
 
 
 def _run_without_waiting(work: Coroutine[Any, Any, T]) -> T:

@@ -54,15 +54,17 @@ class MegatronModelFactory:
         return model if lora is None else build_lora_model(config, checkpoint, model, lora)
 
     def reference(self, folder: Path) -> TrainModel:
-        return self._load(folder, self._checkpoint.spec, frozen=True)
+        return self._load(folder, self._checkpoint.spec, frozen=True, balanced=False)
 
     def teacher(self, folder: Path) -> TrainModel:
-        return self._load(folder, resolve_side_spec(self._config, self._checkpoint, folder), frozen=True)
+        spec = resolve_side_spec(self._config, self._checkpoint, folder)
+        return self._load(folder, spec, frozen=True, balanced=False)
 
     def value(self, folder: Path) -> ValueModel:
         spec = resolve_side_spec(self._config, self._checkpoint, folder)
         head = value_head_shapes(spec.hidden_size)
-        value = MegatronCritic(self._load(folder, spec, config=read_config(folder), frozen=False, scalar_head=head))
+        backbone = self._load(folder, spec, config=read_config(folder), frozen=False, scalar_head=head, balanced=False)
+        value = MegatronCritic(backbone)
         if (folder / HEAD).exists():
             value.load_head(folder)
         return value
@@ -97,6 +99,7 @@ class MegatronModelFactory:
         frozen: bool,
         transformer_engine: bool = True,
         scalar_head: Mapping[str, tuple[int, ...]] | None = None,
+        balanced: bool = True,
     ) -> MegatronModel:
         """A model that is trained, or ``frozen``; saved with ``config`` if that is given."""
         return load_megatron_model(
@@ -111,4 +114,5 @@ class MegatronModelFactory:
             transformer_engine=transformer_engine,
             flags=self._get_flags(),
             scalar_head=scalar_head,
+            balanced=balanced,
         )

@@ -51,7 +51,7 @@ def _rewrite(args: FlagArgs, row: UpstreamFlag, context: LaunchContext, given: C
         if flag in given or (row.feature and not row.accepts(args.words)):
             return _record(args)
         return FlagArgs(flag=flag, words=tuple(value) if value else row.rename(args.words))
-    if row.kind == "pass" and context.uses_megatron:
+    if row.kind in ("pass", "router") and context.uses_megatron:
         return FlagArgs(flag=_MEGATRON + args.flag[2:], words=args.words)
     return _record(args) if row.kind in RECORDED else args
 

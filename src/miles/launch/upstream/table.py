@@ -9,6 +9,8 @@ that prefix); ``synonyms.tsv`` has the names of TRL, verl and others.
              than those listed is refused where the row names a feature
     served   a flag of SGLang: no effect on the native engine, passed on under --rollout-backend sglang
     pass     a flag of Megatron: passed on under --train-backend megatron, and no effect elsewhere
+    router   load balancing of routers: passed on under --train-backend megatron; elsewhere another value than those
+             listed, or a flag without a value, is refused
     shape    restates config.json of the checkpoint, and is compared with it
     exact    how Megatron computes: what is computed here is at least that exact
     design   what a run does anyway
@@ -30,6 +32,7 @@ Kind = Literal[
     "engine",
     "served",
     "pass",
+    "router",
     "shape",
     "exact",
     "design",
@@ -39,7 +42,7 @@ Kind = Literal[
     "missing",
     "other",
 ]
-RECORDED: tuple[Kind, ...] = ("pass", "shape", "exact", "design", "fresh", "noted")
+RECORDED: tuple[Kind, ...] = ("pass", "router", "shape", "exact", "design", "fresh", "noted")
 """Kinds of flags that change no option; the config records them."""
 
 

@@ -59,9 +59,9 @@ def _judge(args: FlagArgs, c: Config, spec: DecoderSpec | None, config: Mapping[
     match row.kind:
         case "shape":
             return _judge_shape(args, spec, config)
-        case "exact" | "design" if row.accepts(args.words):
-            return FlagOutcome(given=str(args), outcome=row.kind, text=row.text)
-        case "exact" | "design":
+        case "exact" | "design" | "router" if _is_agreed(args, row):
+            return FlagOutcome(given=str(args), outcome="design" if row.kind == "design" else "exact", text=row.text)
+        case "exact" | "design" | "router":
             return _refuse(args, describe_missing(row.feature))
         case "engine" if row.feature and not row.accepts(args.words):
             return _refuse(args, describe_missing(row.feature))
@@ -71,6 +71,11 @@ def _judge(args: FlagArgs, c: Config, spec: DecoderSpec | None, config: Mapping[
             return _note(args, f"{row.text.split()[0]} is given too")
         case _:
             return _note(args, row.text)
+
+
+def _is_agreed(args: FlagArgs, row: UpstreamFlag) -> bool:
+    """Whether the value restates what is so; a flag of routers without a value turns something on."""
+    return row.accepts(args.words) and (row.kind != "router" or bool(args.words))
 
 
 def _judge_shape(args: FlagArgs, spec: DecoderSpec | None, config: Mapping[str, Any]) -> FlagOutcome:
