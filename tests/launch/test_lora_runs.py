@@ -185,8 +185,9 @@ def test_upstreams_flags_are_taken(house, line):
         ("--lora-rank 8 --experts-shared-outer-loras", "no routed experts have adapters"),
         ("--lora-rank 8 --target-modules experts", "--target-modules experts names no projection"),
         (
-            "--lora-rank 8 --train-precision fp8 --tensor-model-parallel-size 2",
-            "does not support --tensor-model-parallel",
+            "--hf-checkpoint moe --lora-rank 8 --train-precision fp8 --actor-num-gpus-per-node 2 "
+            "--expert-model-parallel-size 2",
+            "with --lora-rank does not support --expert-model-parallel-size",
         ),
         ("--lora-alpha 32", "--lora-alpha needs --lora-rank"),
         ("--target-modules attn", "--target-modules needs --lora-rank"),
