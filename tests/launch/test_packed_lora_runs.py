@@ -143,3 +143,14 @@ def test_tensor_ranks_over_a_packed_base_come_to_what_one_process_comes_to(block
     assert all(row["parity_max_abs"] < 1e-4 for row in rows)
     mine, theirs = (weights_in(last(tmp_path / each)) for each in ("two", "one"))
     assert max(float((mine[each] - theirs[each]).abs().max()) for each in mine) < 1e-3
+
+
+@pytest.mark.slow
+def test_expert_ranks_over_a_packed_base_come_to_what_one_process_comes_to(moe, tmp_path):
+    packed = ("--train-precision", "int4_g32", "--target-modules", "attn,experts")
+    train(moe, tmp_path / "one", *packed)
+    ranks = ("--actor-num-gpus-per-node", "2", "--expert-model-parallel-size", "2")
+    rows = train(moe, tmp_path / "two", *packed, *ranks)
+    assert all(row["parity_max_abs"] < 1e-4 for row in rows)
+    mine, theirs = (weights_in(last(tmp_path / each)) for each in ("two", "one"))
+    assert max(float((mine[each] - theirs[each]).abs().max()) for each in mine) < 1e-3

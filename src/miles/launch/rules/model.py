@@ -226,11 +226,6 @@ def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
         yield "--lora-dropout does not work with --train-precision or --no-lora-merge; remove one of them."
     if is_unmerged(c) and c.algo.loss_type == "rm_loss":
         yield "--loss-type rm_loss with --lora-rank does not support --train-precision or --no-lora-merge; remove them."
-    if packs_base(c) and p.expert_model_parallel_size > 1:
-        yield (
-            f"--train-precision {c.models.train_precision} with --lora-rank does not support "
-            "--expert-model-parallel-size; remove it, or remove --train-precision."
-        )
     if p.tensor_model_parallel_size > 1 and any(target.is_vision for target in lora.targets):
         yield (
             "--tensor-model-parallel-size does not support adapters of a vision tower; add --exclude-modules vision, "
