@@ -184,10 +184,6 @@ def test_upstreams_flags_are_taken(house, line):
         ("--lora-rank 8 --use-dora --train-precision fp8", "DoRA does not work with"),
         ("--lora-rank 8 --experts-shared-outer-loras", "no routed experts have adapters"),
         ("--lora-rank 8 --target-modules experts", "--target-modules experts names no projection"),
-        (
-            "--lora-rank 8 --train-precision fp8 --tensor-model-parallel-size 2",
-            "does not support --tensor-model-parallel",
-        ),
         ("--lora-alpha 32", "--lora-alpha needs --lora-rank"),
         ("--target-modules attn", "--target-modules needs --lora-rank"),
         ("--lora-rank 8 --target-modules c_attn", "--target-modules c_attn names no projection"),

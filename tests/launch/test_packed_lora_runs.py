@@ -10,12 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.launch.small_run import everything, flags, miles, write_inputs
+from tests.server_api.tiny import BLOCKS
 
 from miles.backends.native.engine.request import GenerateRequest
 from miles.cluster.executor import InlineExecutor
 from miles.core.protocols import SamplingParams
 from miles.launch.commands.serve import build_server, read_serve_config
 from miles.models.checkpoint import hf
+from miles.models.checkpoint.safetensors_io import read_config
+from miles.models.families import spec_from_config
 
 LORA = ("--lora-rank", "4", "--lora-alpha", "8")
 EXACT = ("--parity", "exact")
@@ -107,3 +110,47 @@ def test_a_killed_run_continues_to_the_bit(inputs, tmp_path):
     again = miles("train", *line)
     assert again.returncode == 0, again.stderr
     assert everything(tmp_path / "run") == everything(tmp_path / "calm")
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("moe"), moe=True)
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory):
+    """A model whose matrices have whole blocks on each of two ranks."""
+    inputs = write_inputs(tmp_path_factory.mktemp("blocks"))
+    config = {**read_config(inputs), **BLOCKS}
+    decoder = hf.init_random(spec_from_config(config), seed=1, device="cpu", dtype=torch.float32)
+    hf.export(decoder, inputs, like=None, config=config)
+    return inputs
+
+
+@pytest.mark.parametrize("more", [(), ("--rollout-backend", "served")], ids=["embedded", "served"])
+def test_adapters_of_packed_experts_have_zero_parity_difference(moe, tmp_path, more):
+    precision = ("--train-precision", "int4_g32", "--dtype", "bfloat16", "--target-modules", "attn,experts")
+    rows = train(moe, tmp_path / "run", *EXACT, *precision, *more)
+    assert [row["parity_max_abs"] for row in rows] == [0.0] * 2
+    assert all(row["grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_tensor_ranks_over_a_packed_base_come_to_what_one_process_comes_to(blocks, tmp_path):
+    packed, ranks = ("--train-precision", "int4_g32"), ("--actor-num-gpus-per-node", "2")
+    train(blocks, tmp_path / "one", *packed)
+    rows = train(blocks, tmp_path / "two", *packed, *ranks, "--tensor-model-parallel-size", "2")
+    assert all(row["parity_max_abs"] < 1e-4 for row in rows)
+    mine, theirs = (weights_in(last(tmp_path / each)) for each in ("two", "one"))
+    assert max(float((mine[each] - theirs[each]).abs().max()) for each in mine) < 1e-3
+
+
+@pytest.mark.slow
+def test_expert_ranks_over_a_packed_base_come_to_what_one_process_comes_to(moe, tmp_path):
+    packed = ("--train-precision", "int4_g32", "--target-modules", "attn,experts")
+    train(moe, tmp_path / "one", *packed)
+    ranks = ("--actor-num-gpus-per-node", "2", "--expert-model-parallel-size", "2")
+    rows = train(moe, tmp_path / "two", *packed, *ranks)
+    assert all(row["parity_max_abs"] < 1e-4 for row in rows)
+    mine, theirs = (weights_in(last(tmp_path / each)) for each in ("two", "one"))
+    assert max(float((mine[each] - theirs[each]).abs().max()) for each in mine) < 1e-3

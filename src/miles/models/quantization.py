@@ -21,6 +21,7 @@ from miles.precision.formats import BackwardPrecision, QuantizationSpec, WeightF
 __all__ = [
     "MEGATRON_RECIPES",
     "QuantizedParam",
+    "count_packed_columns",
     "find_quantized_layer",
     "fused_segments",
     "plan_quantization",
@@ -118,3 +119,13 @@ def _check_columns(name: str, columns: int, format: WeightFormat) -> None:
             f"{name} has {columns} input channels, which {format.name} cannot quantize in groups of {group}; choose "
             "another precision, such as one with smaller groups."
         )
+
+
+def count_packed_columns(spec: DecoderSpec, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Return how many columns of a weight one column of its packed tensor has, given the shapes of all parameters."""
+    slices = build_param_map(spec) if spec.quantization is not None else {}
+    return {
+        name: param_shape(slices[name])[-1] // shapes[name][-1]
+        for name, quantized in plan_quantization(spec).items()
+        if quantized.packed
+    }

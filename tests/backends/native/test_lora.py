@@ -12,11 +12,11 @@ import pytest
 import torch
 from tests.backends.native.conftest import Tiny
 from tests.backends.native.lora_adapters import merged_model, random_factors, save_adapter
-from tests.backends.native.tp.test_packed import ADAPTERS, DENSE, packed_weights, publish, quantize
+from tests.backends.native.tp.test_packed import ADAPTERS, DENSE, SPARSE, packed_weights, publish, quantize
 from tests.models.oracle import SMALL, hf_model, twin
-from torch import Tensor
 
 from miles.backends.native.config import NativeConfig
+from miles.backends.native.engine.adapter_versions import select_factors
 from miles.backends.native.engine.engine import NativeEngine
 from miles.backends.native.engine.lora import LoraShape
 from miles.backends.native.engine.request import GenerateRequest
@@ -26,8 +26,6 @@ from miles.core.errors import EngineError, UsageError
 from miles.core.protocols import SamplingParams
 from miles.core.types import Version
 from miles.kernels.numerics import FAST, numerics_from_parity
-from miles.models.lora.factors import parse_factors
-from miles.models.lora.layout import build_factor_map
 
 RNG = np.random.default_rng(0)
 SHORT, MIDDLE, LONG = (RNG.integers(0, SMALL["vocab_size"], n).astype(np.int32) for n in (1, 21, 62))
@@ -318,19 +316,25 @@ def test_drafted_tokens_are_verified_with_the_adapter_of_their_request():
         assert one.speculation is not None and one.speculation.accepted > 0
 
 
+SPARSE_ADAPTERS = replace(
+    ADAPTERS,
+    modules=tuple(
+        f"model.layers.{i}.{name}"
+        for i in (0, 1)
+        for name in ("self_attn.q_proj", *(f"mlp.experts.*.{each}_proj" for each in ("gate", "up", "down")))
+    ),
+)
+
+
 @pytest.mark.parametrize("format", ["int4_g32", "fp8"])
-def test_over_a_packed_base_an_adapter_gives_what_the_engines_own_gives(format):
+@pytest.mark.parametrize(("base", "adapter"), [(DENSE, ADAPTERS), (SPARSE, SPARSE_ADAPTERS)], ids=["dense", "experts"])
+def test_over_a_packed_base_an_adapter_gives_what_the_engines_own_gives(format, base, adapter):
     """The engine's own adapter is held against autograd and transformers elsewhere."""
-    spec = quantize(DENSE, format, 1)
-    own_spec = replace(spec, adapters=ADAPTERS)
+    spec = quantize(base, format, 1)
+    own_spec = replace(spec, adapters=adapter)
     tensors = packed_weights(own_spec, 0)
-    factors: dict[str, Tensor] = {
-        piece.hf_name: piece.view(tensors[name])
-        for name, pieces in build_factor_map(own_spec).items()
-        for piece in pieces
-    }
-    config = {"peft_type": "LORA", "r": ADAPTERS.rank, "lora_alpha": ADAPTERS.alpha}
-    shape = LoraShape(num_slots=2, max_rank=8, modules=list_served_modules(spec, (), FAST))
+    served_factors = select_factors(own_spec, tensors)
+    shape = LoraShape(num_slots=2, max_rank=8, modules=tuple(served_factors.modules))
     answers = []
     for each, lora in ((own_spec, None), (spec, shape)):
         engine = NativeEngine(
@@ -344,7 +348,7 @@ def test_over_a_packed_base_an_adapter_gives_what_the_engines_own_gives(format):
         )
         publish(engine, {name: t for name, t in tensors.items() if lora is None or "lora_" not in name}, 0)
         if lora is not None:
-            engine.load_lora("first", parse_factors(config, factors, spec, where="it"))
+            engine.load_lora("first", served_factors)
         prompts = [prompt % 61 for prompt in (MIDDLE, SHORT, LONG)]
         name = None if lora is None else "first"
         answers.append(asyncio.run(ask(engine, *((prompt, name, NEW) for prompt in prompts))))

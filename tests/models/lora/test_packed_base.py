@@ -23,11 +23,17 @@ from miles.train.prefix_sharing import build_attention
 
 LENGTHS = (6, 5)
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+WIDE_EXPERTS = {"qwen3 moe": {"moe_intermediate_size": 64}}
+
+
+def wide_decoder(kind):
+    """A decoder with random weights whose inputs are whole groups."""
+    return twin(hf_model(kind, **WIDE, **WIDE_EXPERTS.get(kind, {})))
 
 
 def packed_decoder(kind, name, *, dtype=torch.float32, numerics=FAST, adapters=None, **quantization):
     """A decoder with packed random weights; with ``adapters`` it has their factors as its own parameters."""
-    wide = twin(hf_model(kind, **WIDE))
+    wide = wide_decoder(kind)
     spec = replace(wide.spec, quantization=QuantizationSpec(format=FORMATS[name], packed=True, **quantization))
     tensors = pack_params(spec, {n: p.detach().to(dtype) for n, p in wide.named_parameters()}, dtype)
     if adapters is not None:
@@ -81,20 +87,48 @@ def test_gradients_are_those_of_the_dequantized_expression(name, numerics, wante
         assert relative(mine, other) < 1e-5
 
 
+@pytest.mark.parametrize(("kind", "shared"), [("qwen3 moe", False), ("qwen3 moe", True), ("gpt-oss", False)])
+@pytest.mark.parametrize("numerics", [FAST, BATCH_INVARIANT], ids=["fast", "exact"])
+def test_beside_packed_experts_gradients_are_those_of_the_dequantized_model(kind, shared, numerics):
+    """The oracle is the same decoder with wide weights, whose adapters are held against autograd elsewhere."""
+    packed = packed_decoder(kind, "int4_g32", numerics=numerics)
+    wide = wide_decoder(kind).requires_grad_(False)
+    plan = plan_quantization(packed.spec)
+    assert any("moe" in name for name in plan)
+    for name in plan:
+        path, _, attribute = name.rpartition(".")
+        module = packed.get_submodule(path)
+        quantized = module.quantized if isinstance(module, Linear) else module.quantized[attribute]
+        wide.get_parameter(name).data.copy_(dequantize(read_weight(module, attribute, quantized), torch.float32))
+    lora = replace(lora_for(wide.spec, wanted="*"), shared_outer=shared, unmerged=True)
+    found = []
+    for decoder in (packed, wide):
+        adapters = filled(lora)
+        adapters.attach_beside(decoder)
+        out = hidden(decoder)
+        found.append((out.detach(), torch.autograd.grad(out.square().sum(), list(adapters.parameters.values()))))
+    (ours, our_grads), (theirs, their_grads) = found
+    assert relative(ours, theirs) < 1e-5
+    for name, mine, other in zip(adapters.parameters, our_grads, their_grads, strict=True):
+        assert relative(mine, other) < 1e-4, name
+
+
 @pytest.mark.parametrize(
-    ("kind", "name", "dtype"),
+    ("kind", "name", "dtype", "wanted"),
     [
-        ("qwen3", "fp8", torch.bfloat16),
-        ("qwen3", "int4_g32", torch.float32),
-        ("qwen3 moe", "fp8", torch.float32),
-        ("deepseek v3", "fp8", torch.bfloat16),
-        ("phi3", "int4_g32", torch.bfloat16),
+        ("qwen3", "fp8", torch.bfloat16, None),
+        ("qwen3", "int4_g32", torch.float32, None),
+        ("qwen3 moe", "fp8", torch.float32, None),
+        ("qwen3 moe", "fp8", torch.bfloat16, "*"),
+        ("qwen3 moe", "int4_g32", torch.float32, "experts"),
+        ("deepseek v3", "fp8", torch.bfloat16, None),
+        ("phi3", "int4_g32", torch.bfloat16, None),
     ],
 )
-def test_engine_and_trainer_compute_the_same_bits(kind, name, dtype):
+def test_engine_and_trainer_compute_the_same_bits(kind, name, dtype, wanted):
     how = {"dtype": dtype, "numerics": BATCH_INVARIANT, "layers_at_start": 1}  # the first layer is not quantized
     trained = packed_decoder(kind, name, **how)
-    adapters = filled(lora_for(trained.spec))
+    adapters = filled(lora_for(trained.spec, wanted=wanted))
     base = hidden(trained)
     adapters.attach_beside(trained)
     beside = hidden(trained)

@@ -74,6 +74,12 @@ def _stacked_names(spec: MoeSpec) -> tuple[str, ...]:
     return ("gate_up" if spec.gated else "up", "down", *biases)
 
 
+def _list_stacked(moe: MoeMlp) -> list[str]:
+    """List the stacked parameters of a module; of packed weights, all tensors that these consist of."""
+    packed = {name: param.suffixes for name, param in moe.quantized.items() if param.packed}
+    return [f"{name}{suffix}" for name in _stacked_names(moe.spec) for suffix in packed.get(name, ("",))]
+
+
 def check_ep_size(spec: DecoderSpec, world: int) -> str | None:
     """Return why ``world`` ranks cannot share the experts (the end of a sentence), or None if they can."""
     if world == 1:
@@ -116,7 +122,7 @@ def shard_experts(decoder: Decoder, group: AllToAllGroup) -> None:
         return
     exchange = AllToAllDispatcher(group)
     for moe in _moe_modules(decoder):
-        for name in _stacked_names(moe.spec):
+        for name in _list_stacked(moe):
             old = moe.get_parameter(name)
             own = slice_experts(old.detach(), group.rank, group.world).clone()
             moe.register_parameter(name, nn.Parameter(own, requires_grad=old.requires_grad))
@@ -191,7 +197,7 @@ def _all_to_all(x_RD: Tensor, sent: list[int], came: list[int], group: AllToAllG
 
 def expert_params(decoder: nn.Module) -> set[nn.Parameter]:
     """Return the expert parameters that ``fully_shard`` of a layer must leave to ``fully_shard_experts``."""
-    return {moe.get_parameter(name) for moe in _moe_modules(decoder) for name in _stacked_names(moe.spec)}
+    return {moe.get_parameter(name) for moe in _moe_modules(decoder) for name in _list_stacked(moe)}
 
 
 def fully_shard_experts(moe: MoeMlp, mesh: DeviceMesh, *, policy: MixedPrecisionPolicy, offload: OffloadPolicy) -> None:

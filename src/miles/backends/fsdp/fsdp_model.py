@@ -39,6 +39,7 @@ from miles.models.optim_groups import TRAINED_VISION, FrozenVision, MuonMatrices
 from miles.models.parallel.quantized_shards import find_divided_block
 from miles.models.parallel.tp_decoder import build_tp_decoder
 from miles.models.parallel.tp_sharding import compute_tp_shards
+from miles.models.quantization import count_packed_columns
 from miles.models.spec import DecoderSpec
 from miles.train.batch_tensors import MicroBatch
 from miles.train.logprobs import HeadOutput, PolicyFeatures
@@ -96,7 +97,14 @@ class FsdpModel:
         )
         full = dict(Decoder(spec, device="meta", dtype=dtype, numerics=mesh.numerics).named_parameters())
         full_shapes = {name: parameter.shape for name, parameter in full.items()}
-        self._shards = build_param_shards(compute_tp_shards(spec), full_shapes, rank_shapes, mesh, unmanaged=replicated)
+        self._shards = build_param_shards(
+            compute_tp_shards(spec),
+            full_shapes,
+            rank_shapes,
+            mesh,
+            unmanaged=replicated,
+            packs=count_packed_columns(spec, full_shapes),
+        )
         self._decoder.to_empty(device="cpu" if cpu_offload and sharded else mesh.device)
         for name in replicated:  # FSDP does not move these to the device
             self._decoder.get_parameter(name).data = self._decoder.get_parameter(name).data.to(mesh.device)

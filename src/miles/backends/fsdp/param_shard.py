@@ -24,7 +24,7 @@ class ParamShard:
     """One parameter: its full shape, and its shape on a rank before FSDP shards dimension ``dim`` over ``shard_group``.
 
     Under expert parallelism a stacked part is that of the rank's own experts. ``counts`` is false if an earlier rank
-    has the same values.
+    has the same values. ``pack`` columns of the weight are one of a packed parameter.
     """
 
     tp_shard: TpShard
@@ -35,6 +35,7 @@ class ParamShard:
     shard_group: CommGroup | None
     counts: bool
     dim: int = 0
+    pack: int = 1
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -64,8 +65,10 @@ class ParamShard:
         # Numbers from 1 on are sharded like the rows or columns themselves; where a rank is padded there are zeros.
         numbers = torch.arange(1, self.full_shape[self.tp_shard.dim] + 1)
         index = replace(self.tp_shard, dim=0).shard(numbers, self.tp_group.rank, self.tp_group.world) - 1
-        is_rows = self.tp_shard.dim == len(self.full_shape) - 2
-        return ParamPart(experts, index if is_rows else None, None if is_rows else index)
+        if self.tp_shard.dim == len(self.full_shape) - 2:
+            return ParamPart(experts, index)
+        columns = (index.unsqueeze(1) * self.pack + torch.arange(self.pack)).flatten()
+        return ParamPart(experts, None, columns)
 
     def find_local_part(self) -> ParamPart:
         """Return which part of the full weight this rank's shard is."""
@@ -116,8 +119,12 @@ def build_param_shards(
     mesh: FsdpMesh,
     *,
     unmanaged: frozenset[str],
+    packs: Mapping[str, int],
 ) -> dict[str, ParamShard]:
-    """Describe how each parameter is sharded; those in ``unmanaged`` are not managed by FSDP and replicated."""
+    """Describe how each parameter is sharded; those in ``unmanaged`` are not managed by FSDP and replicated.
+
+    ``packs`` are the columns of a weight that one column of a packed parameter has, where these are several.
+    """
     out: dict[str, ParamShard] = {}
     for name, shape in rank_shapes.items():
         tp_shard = tp_shards[name]
@@ -134,5 +141,6 @@ def build_param_shards(
             shard_group=None if unsharded else shard_group,
             counts=first and (expert_parallel_param or not unsharded or mesh.shard_group.rank == 0),
             dim=expert_parallel.choose_shard_dim(sized, shard_group.world) if expert_parallel_param else 0,
+            pack=packs.get(name, 1),
         )
     return out

@@ -303,7 +303,8 @@ class _GroupedExpertLora(torch.autograd.Function):
     def forward(
         ctx: Any, y_RN: Tensor, x_RI: Tensor, anchor: Tensor, experts: _Experts, batch: _Batch, rows: SortedRows
     ) -> Tensor:
-        ctx.experts, ctx.batch, ctx.rows = experts, batch, rows
+        ctx.experts, ctx.batch = experts, batch
+        ctx.rows = rows
         ctx.save_for_backward(x_RI)
         return experts.add(y_RN, x_RI, batch, rows)
 

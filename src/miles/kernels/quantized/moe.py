@@ -16,7 +16,14 @@ from miles.kernels.batch_invariant.activation import ungated_activation
 from miles.kernels.batch_invariant.expert_sort import sort_by_expert
 from miles.kernels.fused.activation import ActivationKind, apply_activation, gated_activation
 from miles.kernels.moe import grouped_gemm
-from miles.kernels.moe.grouped_gemm import ExpertExchange, SortedRows, dispatch, scale_rows, sort_rows_by_group
+from miles.kernels.moe.grouped_gemm import (
+    ExpertExchange,
+    RowAdapter,
+    SortedRows,
+    dispatch,
+    scale_rows,
+    sort_rows_by_group,
+)
 from miles.kernels.numerics import Numerics
 from miles.kernels.quantized.activation_quant import has_fp8, quantize_rows_fp8
 from miles.kernels.quantized.autograd import apply_with_grad, needs_grad
@@ -32,7 +39,7 @@ __all__ = ["QuantizedExperts", "quantized_moe"]
 
 
 class QuantizedExperts(NamedTuple):
-    """Stacked expert weights, and the activation between the two GEMMs."""
+    """Stacked expert weights, the activation between the two GEMMs, and what adapters add to the output of each."""
 
     first: QuantizedTensor | StraightThroughWeight
     down: QuantizedTensor | StraightThroughWeight
@@ -41,10 +48,14 @@ class QuantizedExperts(NamedTuple):
     activation: ActivationKind
     interleaved: bool
     numerics: Numerics
+    first_adapter: RowAdapter | None = None
+    down_adapter: RowAdapter | None = None
 
     def __call__(self, x_RD: Tensor, rows: SortedRows) -> Tensor:
         """Apply each row's expert; ``rows`` are sorted by expert."""
         inner_RF = grouped_quantized_linear(x_RD, self.first, rows, self.first_bias_EF, numerics=self.numerics)
+        if self.first_adapter is not None:
+            inner_RF = self.first_adapter(inner_RF, x_RD, rows)
         gated = self.first.shape[1] != self.down.shape[2]
         if self.numerics.batch_invariant:
             inner_RI = (
@@ -58,7 +69,12 @@ class QuantizedExperts(NamedTuple):
                 if gated
                 else apply_activation(inner_RF, None, self.activation)
             )
-        return grouped_quantized_linear(inner_RI, self.down, rows, self.down_bias_ED, numerics=self.numerics)
+        out_RD = grouped_quantized_linear(inner_RI, self.down, rows, self.down_bias_ED, numerics=self.numerics)
+        return out_RD if self.down_adapter is None else self.down_adapter(out_RD, inner_RI, rows)
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.first_adapter is not None or self.down_adapter is not None
 
 
 def quantized_moe(
@@ -70,12 +86,13 @@ def quantized_moe(
     weigh_input: bool = False,
     exchange: ExpertExchange | None = None,
 ) -> Tensor:
-    """As ``moe.fused_moe.moe_forward``, with quantized experts."""
-    if exchange is None and not weigh_input and _can_fuse(x, experts):
+    """As ``moe.fused_moe.moe_forward``, with quantized experts; with adapters, by grouped GEMMs."""
+    is_plain = exchange is None and not weigh_input and not experts.has_adapters
+    if is_plain and _can_fuse(x, experts):
         assert isinstance(experts.first, QuantizedTensor) and isinstance(experts.down, QuantizedTensor)
         rows = x if isinstance(x, QuantizedActivation) else quantize_rows_fp8(x, experts.first.format)
         return fp8_moe(rows, weights_Tk, experts_Tk, experts.first, experts.down, experts.activation)
-    if exchange is None and not weigh_input and isinstance(x, Tensor) and _can_fuse_weight_only(x, experts):
+    if is_plain and isinstance(x, Tensor) and _can_fuse_weight_only(x, experts):
         assert isinstance(experts.first, QuantizedTensor) and isinstance(experts.down, QuantizedTensor)
         return weight_only_moe(
             x,

@@ -220,25 +220,12 @@ def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
     if c.train.train_backend == "megatron":
         yield from _check_megatron_lora(c, lora)
         return
-    has_experts = any(target.num_experts for target in lora.targets)
     if lora.use_dora:
         yield from _check_dora(c)
     if lora.dropout and is_unmerged(c):
         yield "--lora-dropout does not work with --train-precision or --no-lora-merge; remove one of them."
     if is_unmerged(c) and c.algo.loss_type == "rm_loss":
         yield "--loss-type rm_loss with --lora-rank does not support --train-precision or --no-lora-merge; remove them."
-    if packs_base(c):
-        precision = f"--train-precision {c.models.train_precision}"
-        if has_experts:
-            yield (
-                f"{precision} does not support adapters of routed experts, which would be beside packed weights; add "
-                "--exclude-modules experts, or remove --train-precision."
-            )
-        if p.tensor_model_parallel_size > 1 or p.expert_model_parallel_size > 1:
-            yield (
-                f"{precision} with --lora-rank does not support --tensor-model-parallel-size or "
-                "--expert-model-parallel-size; remove them, or remove --train-precision."
-            )
     if p.tensor_model_parallel_size > 1 and any(target.is_vision for target in lora.targets):
         yield (
             "--tensor-model-parallel-size does not support adapters of a vision tower; add --exclude-modules vision, "

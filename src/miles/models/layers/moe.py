@@ -313,7 +313,13 @@ class MoeMlp(nn.Module):
     def _run_experts(self, x_TD: Tensor | QuantizedActivation, weights_Tk: Tensor, experts_Tk: Tensor) -> Tensor:
         spec, first_name = self.spec, "up" if self.gate_up is None else "gate_up"
         first, down = (read_weight(self, name, self.quantized.get(name)) for name in (first_name, "down"))
+        adapters = self._build_adapter(first_name), self._build_adapter("down")
+        lora = self.served_lora or self._build_lora(first_name)
         if not (isinstance(first, Tensor) or isinstance(down, Tensor)):
+            values = x_TD.data if isinstance(x_TD, QuantizedActivation) else x_TD
+            is_fused = use_triton_inference(values) and not self.numerics.batch_invariant
+            if lora is not None and (adapters == (None, None) or is_fused):
+                adapters = lora.build_row_adapters(first.shape[0], self.numerics)
             experts = QuantizedExperts(
                 first,
                 down,
@@ -322,6 +328,8 @@ class MoeMlp(nn.Module):
                 activation=spec.activation,
                 interleaved=spec.interleaved,
                 numerics=self.numerics,
+                first_adapter=adapters[0],
+                down_adapter=adapters[1],
             )
             return quantized_moe(
                 x_TD, weights_Tk, experts_Tk, experts, weigh_input=spec.weigh_input, exchange=self.exchange
@@ -341,6 +349,6 @@ class MoeMlp(nn.Module):
             down_bias_ED=self.down_bias,
             weigh_input=spec.weigh_input,
             exchange=self.exchange,
-            adapters=(self._build_adapter(first_name), self._build_adapter("down")),
-            lora=self.served_lora or self._build_lora(first_name),
+            adapters=adapters,
+            lora=lora,
         )

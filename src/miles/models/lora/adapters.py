@@ -573,7 +573,8 @@ class LoraAdapters:
     def compute_norms(self, name: str, base: Tensor) -> None:
         """Compute the lengths of the rows (DoRA) of a whole weight; before a part of its columns is merged."""
         for part in self._list_parts(self.targets_by_param[name], WHOLE):
-            (a, b), rows, norms = part.factors(), slice(*part.target.rows), self._norms[part.target.module]
+            a, b = part.factors()
+            rows, norms = slice(*part.target.rows), self._norms[part.target.module]
             matrices = [(base[rows], a, b, norms)]
             if part.experts is not None:
                 matrices = [(base_NI[rows], *each) for base_NI, *each in zip(base, a, b, norms, strict=True)]

@@ -82,7 +82,8 @@ class _ExpertDoraGradient(torch.autograd.Function):
         *factors: Tensor,
     ) -> Tensor:
         ctx.scale, ctx.columns = scale, columns
-        ctx.norms, ctx.bias_EN, ctx.rows = norms, bias_EN, rows
+        ctx.norms, ctx.bias_EN = norms, bias_EN
+        ctx.rows = rows
         ctx.save_for_backward(y_RN, x_RI, *factors)
         return y_RN.view_as(y_RN)
 

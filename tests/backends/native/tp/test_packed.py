@@ -20,6 +20,7 @@ from miles.backends.native.tp.worker import scatter_shards
 from miles.cluster.executor import InlineExecutor
 from miles.core.errors import SyncError, UsageError
 from miles.core.types import Version
+from miles.models.checkpoint.param_slices import param_shape
 from miles.models.lora.layout import build_factor_map
 from miles.models.packing import pack_params
 from miles.models.parallel.tp_sharding import compute_tp_shards, shard_param, shard_spec
@@ -47,8 +48,7 @@ def packed_weights(spec: DecoderSpec, seed: int) -> dict[str, Tensor]:
     tensors = pack_params(spec, {name: p.detach() for name, p in wide.named_parameters()}, torch.float32)
     generator = torch.Generator().manual_seed(seed)
     for name, slices in build_factor_map(spec).items():
-        shape = (max(piece.stop for piece in slices), slices[0].shape[1])
-        tensors[name] = 0.3 * torch.randn(shape, generator=generator)
+        tensors[name] = 0.3 * torch.randn(param_shape(slices), generator=generator)
     return tensors
 
 

@@ -211,11 +211,6 @@ class LoraRunner:
         path, _, attribute = name.rpartition(".")
         module = decoder.get_submodule(path)
         assert isinstance(module, MoeMlp), f"{name} is not a tensor of experts"
-        if module.quantized:
-            raise UsageError(
-                "adapters of routed experts are not served beside quantized experts; remove experts from "
-                "--lora-target-modules, or --rollout-precision."
-            )
         slots, rank = self._shape.num_slots, self._shape.max_rank
         count, outputs = targets[0].num_experts, targets[0].outputs
         factory = {"device": self._device, "dtype": self._dtype}
