@@ -40,7 +40,9 @@ def named(file: Path) -> str:
 
 def run(*command: str, folder: Path = ROOT, **environ: str) -> str:
     """Run a program in the checkout, or in another folder; returns what it printed."""
-    done = subprocess.run(command, cwd=folder, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **environ}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -120,7 +122,16 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of a clean environment with the wheel and all its dependencies, on the Python of the tests."""
     folder = tmp_path_factory.mktemp("installed")
     run(sys.executable, "-m", "venv", str(folder))
-    install = (str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-compile", "-c", "constraints.txt")
+    install = (
+        str(folder / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-compile",
+        "-c",
+        "constraints.txt",
+    )
     run(*install, str(only(built, "*.whl")), PYTHONPATH="")
     return folder / "bin"
 
@@ -139,8 +150,11 @@ def test_the_demo_learns_from_the_installed_wheel(installed: Path, tmp_path: Pat
     assert before > 0.3 and after > before
 
     run(miles, "init", "grpo_small", folder=tmp_path, PYTHONPATH="")
-    flags = "--rm-type exact --rollout-batch-size 4 --rollout-max-response-len 8 --num-rollout 2 --device cpu".split()
-    flags += ["--hf-checkpoint", "demo/start", "--prompt-data", "demo/start/train.jsonl", "--save", "own"]
+    (warm,) = (tmp_path / "demo" / "warmup" / "checkpoints").glob("step-*")
+    sizes = {"rollout-batch-size": 4, "rollout-max-prompt-len": 16, "rollout-max-response-len": 8, "num-rollout": 2}
+    flags = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    flags += ["--hf-checkpoint", str(warm), "--prompt-data", "demo/start/train.jsonl", "--rm-type", "exact"]
+    flags += ["--device", "cpu", "--save", "own"]
     run(miles, "train", "grpo_small.toml", *flags, "--view", "plain", folder=tmp_path, PYTHONPATH="")
     assert (tmp_path / "own" / "checkpoints" / "step-000002" / "model.safetensors").is_file()
 

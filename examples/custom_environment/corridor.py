@@ -59,15 +59,19 @@ class Corridor:
 
 
 def show(at: int, key: int, door: int) -> str:
-    """What is seen: where one stands, where the key lies if it still does, and where the door is."""
-    return f"at {at} key {key} door {door}" if key >= 0 else f"at {at} door {door}"
+    """What is seen: on which side the key lies, if it still does, and on which the door is."""
+    return f"key {side(at, key)} door {side(at, door)}" if key >= 0 else f"door {side(at, door)}"
+
+
+def side(at: int, place: int) -> str:
+    return "right" if place > at else "left" if place < at else "here"
 
 
 def demonstrate(at: int, key: int, door: int, chance: random.Random, *, good: float = 0.6) -> list[dict[str, object]]:
     """A walk, of which a share of ``good`` goes the right way."""
     messages: list[dict[str, object]] = []
     for _ in range(MOST_MOVES):
-        right = "right" if (door if key < 0 else key) > at else "left"
+        right = side(at, door if key < 0 else key)
         wrong = "left" if right == "right" else "right"
         move = right if chance.random() < good else wrong
         messages += [ask(show(at, key, door)), say(move)]
@@ -81,9 +85,7 @@ def demonstrate(at: int, key: int, door: int, chance: random.Random, *, good: fl
 def write_start(folder: Path, *, seed: int = 0, demonstrations: int = 2048) -> None:
     """``warmup.jsonl``, ``train.jsonl``, ``heldout.jsonl``, a random model and its tokenizer."""
     chance = random.Random(f"corridor {seed}")
-    small_model.write_small_model(
-        folder, ["at ", " key ", " door ", *MOVES], letters="0123456789", seed=seed, max_positions=192
-    )
+    small_model.write_small_model(folder, ["key ", " door ", "door ", "here", *MOVES], seed=seed, max_positions=192)
     places = [(a, b, c) for a in range(PLACES) for b in range(PLACES) for c in range(PLACES) if len({a, b, c}) == 3]
     chance.shuffle(places)
     shown = [demonstrate(*chance.choice(places), chance) for _ in range(demonstrations)]

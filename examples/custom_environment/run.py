@@ -1,6 +1,6 @@
 """Teach a small model its way in an environment of one's own: a warm-up on poor walks, then GRPO on its own.
 
-python examples/custom_environment/run.py [FOLDER]
+python examples/custom_environment/run.py [FOLDER [SEED]]
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 sys.path.insert(0, str(Path(__file__).parent))
 import stage_flags
 from corridor import write_start
-from training_runs import run_stages
+from training_runs import run_example
 
-WARMUP_STEPS = 80
-STEPS = 40
+WARMUP_STEPS = 60
+STEPS = 30
 CORRIDOR = f"{Path(__file__).parent.resolve() / 'corridor.py'}:Corridor"
 
 
@@ -26,13 +26,11 @@ def warmup_flags(start: Path, save: Path, steps: int = WARMUP_STEPS) -> list[str
 def grpo_flags(start: Path, warm: Path, save: Path, steps: int = STEPS) -> list[str]:
     """GRPO on what the environment pays."""
     means = stage_flags.in_turns(12, "--generate-environment", CORRIDOR)
-    return ["--hf-checkpoint", str(warm), *stage_flags.grpo(start, save, steps, max_response_len=32), *means]
+    return ["--hf-checkpoint", str(warm), *stage_flags.grpo(start, save, steps, lr=2e-3), *means]
 
 
 def main() -> None:
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/custom_environment")
-    write_start(root / "start")
-    run_stages(root, warmup_flags, grpo_flags, ("heldout",))
+    run_example("custom_environment", write_start, warmup_flags, grpo_flags)
 
 
 if __name__ == "__main__":

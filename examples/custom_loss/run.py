@@ -1,6 +1,6 @@
 """Train the small player of examples/game with a loss of one's own.
 
-python examples/custom_loss/run.py [FOLDER]
+python examples/custom_loss/run.py [FOLDER [SEED]]
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "game"))
 import nim
 import stage_flags
 from nim import write_start
-from training_runs import run_stages
+from training_runs import run_example
 
-WARMUP_STEPS = 50
-STEPS = 30
+WARMUP_STEPS = 80
+STEPS = 40
 NIM = f"{Path(nim.__file__).resolve()}:Nim"
 LOSS = f"{Path(__file__).parent.resolve() / 'losses.py'}:spo"
 
@@ -28,16 +28,14 @@ def warmup_flags(start: Path, save: Path, steps: int = WARMUP_STEPS) -> list[str
 def grpo_flags(start: Path, warm: Path, save: Path, steps: int = STEPS) -> list[str]:
     """Group-relative advantages with the loss of ``losses.py``, in two updates a step: in the second, ratios differ."""
     return [
-        *("--hf-checkpoint", str(warm), *stage_flags.grpo(start, save, steps, prompts=12, samples=16, lr=3e-3)),
+        *("--hf-checkpoint", str(warm), *stage_flags.grpo(start, save, steps, prompts=12, samples=16, lr=2e-3)),
         *("--loss-type", "custom_loss", "--custom-loss-function-path", LOSS, "--num-steps-per-rollout", "2"),
         *stage_flags.in_turns(12, "--generate-environment", NIM),
     ]
 
 
 def main() -> None:
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/custom_loss")
-    write_start(root / "start")
-    run_stages(root, warmup_flags, grpo_flags, ("heldout",))
+    run_example("custom_loss", write_start, warmup_flags, grpo_flags)
 
 
 if __name__ == "__main__":

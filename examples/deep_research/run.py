@@ -1,6 +1,6 @@
 """Let a researcher and a reader learn together: one warm-up for both, then two policies in one run.
 
-python examples/deep_research/run.py [FOLDER]
+python examples/deep_research/run.py [FOLDER [SEED]]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 sys.path.insert(0, str(Path(__file__).parent))
 import stage_flags
-from training_runs import run_stages
+from training_runs import run_example
 from worlds import write_start
 
 WARMUP_STEPS = 150
@@ -34,9 +34,7 @@ def grpo_flags(start: Path, warm: Path, save: Path, steps: int = STEPS) -> list[
 
 
 def main() -> None:
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/deep_research")
-    write_start(root / "start")
-    run_stages(root, warmup_flags, grpo_flags, ("heldout",), roles=("researcher", "reader"))
+    run_example("deep_research", write_start, warmup_flags, grpo_flags, roles=("researcher", "reader"))
 
 
 if __name__ == "__main__":

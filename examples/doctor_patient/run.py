@@ -1,6 +1,6 @@
 """Let a doctor and a patient learn from each other: one warm-up for both, then two policies in one run.
 
-python examples/doctor_patient/run.py [FOLDER]
+python examples/doctor_patient/run.py [FOLDER [SEED]]
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 sys.path.insert(0, str(Path(__file__).parent))
 import stage_flags
 from cases import write_start
-from training_runs import run_stages
+from training_runs import run_example
 
-WARMUP_STEPS = 60
-STEPS = 40
+WARMUP_STEPS = 200
+STEPS = 60
 VISIT = f"{Path(__file__).parent.resolve() / 'visit.py'}:visit"
 
 
@@ -29,14 +29,12 @@ def grpo_flags(start: Path, warm: Path, save: Path, steps: int = STEPS) -> list[
     policies = {"doctor": {"hf_checkpoint": str(warm)}, "patient": {"hf_checkpoint": str(warm)}}
     return [
         *("--policies", json.dumps(policies), "--custom-cast-function-path", VISIT),
-        *stage_flags.grpo(start, save, steps, max_response_len=4),
+        *stage_flags.grpo(start, save, steps, samples=16, max_response_len=4),
     ]
 
 
 def main() -> None:
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/doctor_patient")
-    write_start(root / "start")
-    run_stages(root, warmup_flags, grpo_flags, ("heldout",), roles=("doctor", "patient"))
+    run_example("doctor_patient", write_start, warmup_flags, grpo_flags, roles=("doctor", "patient"))
 
 
 if __name__ == "__main__":
