@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import sys
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
@@ -26,10 +27,12 @@ from miles.observe.rollout_reader import read_step_rollouts
 from miles.rollout.sandbox.run import create_sandbox
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-CALLED = ("coding_agent", "mcp_tools", "search_agent")
-NAMES = (*CALLED, "game")
-WARMUP_STEPS = {"coding_agent": 60, "mcp_tools": 60, "search_agent": 60, "game": 30}
-"""Until calls, or moves, are well formed."""
+IN_SANDBOX = ("coding_agent", "terminal_agent")
+ROLES = {"doctor_patient": ("doctor", "patient"), "deep_research": ("researcher", "reader")}
+CALLED = ("coding_agent", "mcp_tools", "search_agent", "terminal_agent")
+NAMES = (*CALLED, *ROLES, "curriculum", "custom_environment", "custom_loss", "game")
+WARMUP_STEPS = {"coding_agent": 60, "search_agent": 60, "mcp_tools": 60, "terminal_agent": 120}
+"""Until calls are well formed; the others need fewer."""
 
 
 def load_run(name: str) -> ModuleType:
@@ -44,7 +47,7 @@ def load_run(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module", params=NAMES)
 def name(request) -> str:
-    if request.param == "coding_agent":
+    if request.param in IN_SANDBOX:
         try:
             create_sandbox(unsandboxed=False, concurrency=1)
         except Exception as error:
@@ -79,7 +82,7 @@ def test_each_example_is_warmed_up_and_trained(name, tmp_path):
     """A few steps of both stages, and what the example is about has happened."""
     run, (start, warmup, grpo) = load_run(name), (tmp_path / each for each in ("start", "warmup", "grpo"))
     run.write_start(start, demonstrations=1024)
-    assert main(["train", *run.warmup_flags(start, warmup, steps=WARMUP_STEPS[name])]) == 0
+    assert main(["train", *run.warmup_flags(start, warmup, steps=WARMUP_STEPS.get(name, 30))]) == 0
     (warm,) = (warmup / "checkpoints").glob("step-*")
     assert main(["train", *few(run.grpo_flags(start, warm, grpo, steps=3))]) == 0
     metrics = [json.loads(line) for line in (grpo / "metrics.jsonl").read_text().splitlines()]
@@ -87,10 +90,36 @@ def test_each_example_is_warmed_up_and_trained(name, tmp_path):
     assert len(steps) == 3 and max(row["parity_max_abs"] for row in steps) < 1e-4
     assert max(row["unscored_ratio"] for row in steps) == 0.0, "nothing failed"
     tried = trajectories(grpo, 1)
-    assert max(map(count_turns, tried)) > 1, "several turns"
+    if name not in (*ROLES, "curriculum"):  # whose first games have one move
+        assert max(map(count_turns, tried)) > 1, "several turns"
     if name in CALLED:
         assert sum(each.metadata["tool_calls"] - each.metadata["tool_failures"] for each in tried) > 0
-    assert not are_equal(grpo / "checkpoints" / "step-000003", warm), "it was trained"
+    if name == "custom_loss":
+        assert max(row["penalty"] for row in steps) > 0, "the example's own loss"
+    if name == "custom_environment":
+        assert {"reward/key", "reward/door"} & set(steps[0]), "parts of the environment's reward"
+    if name == "curriculum":
+        groups = read_step_rollouts(grpo / "rollouts" / "step-000001.parquet").groups
+        assert {group.prompt.metadata["pile"] for group in groups} <= {1, 2, 3}, "small piles first"
+    trained = grpo / "checkpoints" / "step-000003"
+    others = [trained / "policies" / role for role in ROLES.get(name, ())[1:]]
+    for policy in (trained, *others):
+        assert not are_equal(policy, warm), f"{policy.name} was trained"
+    for role in ROLES.get(name, ()):
+        assert f"reward/{role}" in steps[0]
+    assert not others or not are_equal(trained, others[0]), "each has its own weights"
+
+
+def test_the_command_of_an_example_prints_its_curve(tmp_path, monkeypatch, capsys):
+    """``run.py FOLDER SEED``: both stages in processes of their own, seeded, and the held-out rewards at the end."""
+    run = load_run("custom_environment")
+    monkeypatch.setattr(sys, "argv", ["run.py", str(tmp_path), "3"])
+    monkeypatch.setattr(run.warmup_flags, "__defaults__", (2,))
+    monkeypatch.setattr(run.grpo_flags, "__defaults__", (1,))
+    run.main()
+    assert re.search(r"^heldout: reward \d\.\d\d at step 0, \d\.\d\d at step 1\ntook \d+ s", capsys.readouterr().out)
+    config = (tmp_path / "grpo" / "config.toml").read_text()
+    assert re.search(r"^seed = 3\b", config, re.MULTILINE) and re.search(r"^rollout_seed = 3\b", config, re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +140,10 @@ def show(name: str) -> Shown:
         return Shown(
             messages=demonstrate("merge", "sum", "*", chance, well=True), row=row("merge", "sum", "*"), earns=1
         )
+    if name == "terminal_agent":
+        from terminal import demonstrate, row
+
+        return Shown(messages=demonstrate("ab", chance, well=True), row=row("ab"), earns=1)
     if name == "search_agent":
         from trail import Trail, demonstrate
 
@@ -118,13 +151,19 @@ def show(name: str) -> Shown:
         asked = next(iter(trail.refers))
         row = {"input": asked, "label": trail.answer(asked)}
         return Shown(messages=demonstrate(trail, asked, chance, well=True), row=row)
-    from shop import demonstrate, number, question
+    if name == "mcp_tools":
+        from shop import demonstrate, number, question
 
-    row = {"input": question("price", "ab"), "label": number("price", "ab")}
-    return Shown(messages=demonstrate("price", "ab", chance, well=True), row=row)
+        row = {"input": question("price", "ab"), "label": number("price", "ab")}
+        return Shown(messages=demonstrate("price", "ab", chance, well=True), row=row)
+    from corridor import demonstrate
+    from corridor import show as see
+
+    row = {"input": see(2, 4, 0), "label": "", "metadata": {"places": (2, 4, 0)}}
+    return Shown(messages=demonstrate(2, 4, 0, chance, good=1.0), row=row, earns=1)
 
 
-@pytest.mark.parametrize("name", CALLED, indirect=True)
+@pytest.mark.parametrize("name", [*CALLED, "custom_environment"], indirect=True)
 def test_whoever_does_what_is_shown_earns_all_there_is(name, tmp_path):
     """The tokens of such a trajectory are those of the demonstration, tool results included."""
     run, shown = load_run(name), show(name)

@@ -38,9 +38,11 @@ def named(file: Path) -> str:
     return file.name
 
 
-def run(*command: str, **environ: str) -> str:
-    """Run a program in the checkout; returns what it printed."""
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
+def run(*command: str, folder: Path = ROOT, **environ: str) -> str:
+    """Run a program in the checkout, or in another folder; returns what it printed."""
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **environ}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -82,6 +84,7 @@ def test_the_wheel_has_every_module_and_data_file(built: Path):
     tracked = run("git", "ls-files", "src/miles").split()
     wanted = {name.removeprefix("src/") for name in tracked if Path(name).suffix in (".py", ".pyi", ".tsv", ".jsonl")}
     wanted |= {name.removeprefix("src/") for name in tracked if "/dashboard/web/" in name}
+    wanted |= {f"miles/{name}" for name in run("git", "ls-files", "recipes").split()}
     assert not wanted - names
     assert not [name for name in names if not name.startswith(("miles/", "miles_rl-"))]
 
@@ -112,6 +115,48 @@ def test_the_wheel_installs_and_starts(version: str, built: Path, tmp_path: Path
     miles = str(tmp_path / "venv" / "bin" / "miles")
     assert run(miles, "--version", PYTHONPATH="") == f"miles {wheel.name.split('-')[1]}\n"
     assert "--rollout-batch-size" in run(miles, "train", "--help", PYTHONPATH="")
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of a clean environment with the wheel and all its dependencies, on the Python of the tests."""
+    folder = tmp_path_factory.mktemp("installed")
+    run(sys.executable, "-m", "venv", str(folder))
+    install = (
+        str(folder / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-compile",
+        "-c",
+        "constraints.txt",
+    )
+    run(*install, str(only(built, "*.whl")), PYTHONPATH="")
+    return folder / "bin"
+
+
+@pytest.mark.release
+@pytest.mark.slow
+def test_the_demo_learns_from_the_installed_wheel(installed: Path, tmp_path: Path):
+    """Outside of the checkout: the demo writes its own data and model, and a recipe of the wheel trains that model."""
+    miles = str(installed / "miles")
+    code = "import miles; print(miles.__file__)"
+    imported = run(str(installed / "python"), "-c", code, folder=tmp_path, PYTHONPATH="")
+    assert Path(imported.strip()).is_relative_to(installed.parent)
+    run(miles, "demo", "--plain", "--steps", "20", "--device", "cpu", "--save", "demo", folder=tmp_path, PYTHONPATH="")
+    lines = (tmp_path / "demo" / "grpo" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    before, after = (row["eval/heldout/reward"] for row in map(json.loads, lines) if row["kind"] == "eval")
+    assert before > 0.3 and after > before
+
+    run(miles, "init", "grpo_small", folder=tmp_path, PYTHONPATH="")
+    (warm,) = (tmp_path / "demo" / "warmup" / "checkpoints").glob("step-*")
+    sizes = {"rollout-batch-size": 4, "rollout-max-prompt-len": 16, "rollout-max-response-len": 8, "num-rollout": 2}
+    flags = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    flags += ["--hf-checkpoint", str(warm), "--prompt-data", "demo/start/train.jsonl", "--rm-type", "exact"]
+    flags += ["--device", "cpu", "--save", "own"]
+    run(miles, "train", "grpo_small.toml", *flags, "--view", "plain", folder=tmp_path, PYTHONPATH="")
+    assert (tmp_path / "own" / "checkpoints" / "step-000002" / "model.safetensors").is_file()
 
 
 @pytest.mark.release

@@ -83,7 +83,7 @@ def row(pile: int, skill: float) -> dict[str, object]:
 def write_start(
     folder: Path,
     *,
-    skill: float = 0.7,
+    skill: float = 0.3,
     parts: dict[str, Iterable[int]] | None = None,
     seed: int = 0,
     demonstrations: int = 1024,

@@ -1,6 +1,6 @@
 """Teach a small model to choose between the tools of an MCP server: a warm-up on demonstrations, then GRPO.
 
-python examples/mcp_tools/run.py [FOLDER]
+python examples/mcp_tools/run.py [FOLDER [SEED]]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 sys.path.insert(0, str(Path(__file__).parent))
 import stage_flags
 from shop import write_start
-from training_runs import run_stages
+from training_runs import run_example
 
 WARMUP_STEPS = 200
 STEPS = 30
@@ -30,9 +30,7 @@ def grpo_flags(start: Path, warm: Path, save: Path, steps: int = STEPS) -> list[
 
 
 def main() -> None:
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/mcp_tools")
-    write_start(root / "start")
-    run_stages(root, warmup_flags, grpo_flags, ("heldout",))
+    run_example("mcp_tools", write_start, warmup_flags, grpo_flags)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def grpo(
     max_response_len: int = 24,
     parts: Sequence[str] = ("train",),
 ) -> list[str]:
-    """GRPO on ``train.jsonl`` (or the files of ``parts``), evaluated on ``heldout.jsonl`` before and after.
+    """GRPO on ``train.jsonl`` (or the files of ``parts``), evaluated on ``heldout.jsonl`` five times.
 
     The checkpoint, or the policies, and what the policy may use are flags of the example.
     """
@@ -44,7 +44,7 @@ def grpo(
         *("--prompt-data", *(str(start / f"{part}.jsonl") for part in parts)),
         *("--input-key", "input", "--label-key", "label", "--eval-label-key", "label"),
         *("--eval-prompt-data", "heldout", str(start / "heldout.jsonl"), "--n-samples-per-eval-prompt", "4"),
-        *("--eval-interval", str(steps), "--rollout-max-response-len", str(max_response_len)),
+        *("--eval-interval", str(-(-steps // 4)), "--rollout-max-response-len", str(max_response_len)),
         *("--rollout-batch-size", str(prompts), "--n-samples-per-prompt", str(samples), "--num-rollout", str(steps)),
         *("--lr", str(lr), "--lr-warmup-iters", "2", *common_flags()),
     ]
