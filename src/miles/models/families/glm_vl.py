@@ -40,7 +40,9 @@ _OCR_TOWER = _TOWER | {
     "out_hidden_size": 1536,
     "intermediate_size": 4096,
 }
-_IMAGE_TOKEN, _MOE_IMAGE_TOKEN, _OCR_IMAGE_TOKEN = 151343, 151363, 59280
+_IMAGE_TOKEN = 151343
+_MOE_IMAGE_TOKEN = 151363
+_OCR_IMAGE_TOKEN = 59280
 
 _NAMES = {
     "embedding": "model.language_model.embed_tokens",
