@@ -39,7 +39,10 @@ from tests.models.vision.small_vision import (
 )
 from tests.models.vision.small_vision import assemble as assemble_vision
 
+from miles.backends.megatron.supported_models import check_megatron_support
+from miles.cluster.parallel_dims import ParallelDims
 from miles.kernels.activation_kinds import is_limited
+from miles.models.capabilities import check_batch_invariance
 from miles.models.checkpoint import hf
 from miles.models.families import spec_from_config
 from miles.models.families.registry import FAMILIES
@@ -78,12 +81,16 @@ ERROR = re.compile(r"\b\de-\d\d\b")
 FAMILY_HEAD = ("| `architectures` | models | made of | images | prefix cache | routing |", "|---|---|---|---|---|---|")
 ERROR_HEAD = ("| family | variants tested | logits | gradients | sampled | saved |", "|---|---|--:|--:|--:|---|")
 VISION_HEAD = ("| family with a vision tower | features | logits | gradients | saved |", "|---|--:|--:|--:|---|")
+SUPPORT_HEAD = ("| family | `--parity exact` | context parallel | `--train-backend megatron` |", "|---|---|---|---|")
 LEGEND = """
-Measured against `transformers` in float32, the worst of all variants: the largest difference of logits on a ragged
-batch and of any parameter's gradient, both relative; the largest difference of the log-probs of tokens that the engine
-sampled from a paged cache. `saved` compares every tensor of an exported checkpoint, which transformers loads again.
-Families with a vision tower are measured on prompts with several images of different sizes, and videos where the family
-takes them: the features of the tower, the logits, and the gradients of tower and decoder.
+The second table is what the rules accept; [parity.md](parity.md#exact), [parallelism.md](parallelism.md) and
+[megatron.md](megatron.md) say which families their tests run.
+
+The others are measured against `transformers` in float32, the worst of all variants: the largest difference of logits
+on a ragged batch and of any parameter's gradient, both relative; the largest difference of the log-probs of tokens that
+the engine sampled from a paged cache. `saved` compares every tensor of an exported checkpoint, which transformers loads
+again. Families with a vision tower are measured on prompts with several images of different sizes, and videos where the
+family takes them: the features of the tower, the logits, and the gradients of tower and decoder.
 """
 
 
@@ -177,6 +184,25 @@ def family_row(family, kinds) -> str:
     return f"| {named} | {family.models} | {', '.join(words)} | {vision} | {cache} | {routing} |"
 
 
+def support_row(family, kinds) -> str:
+    """Whether the rules accept a family, or why not: all of its variants, or the first that they refuse."""
+    specs = [spec for _, spec in kinds]
+    exact = [check_batch_invariance(spec) for spec in specs]
+    split = [ParallelDims(world=2, context=2).find_model_problem(spec) for spec in specs]
+    megatron = [check_megatron_support(spec, ParallelDims()) for spec in specs]
+    return f"| {family.model_type} | {' | '.join(map(explain, (exact, split, megatron)))} |"
+
+
+def explain(problems: Sequence[str | None]) -> str:
+    """The first reason in sentences that refuse a model, without the number of the layer."""
+    refused = [each for each in problems if each is not None]
+    if not refused:
+        return "yes"
+    reason = refused[0].removesuffix(".").split("; ")[0].split(": ")[-1]
+    reason = re.sub(r"^layer [0-9]+ ", "a layer ", reason)
+    return f"no: {reason}" if len(refused) == len(problems) else f"yes, unless {reason}"
+
+
 def errors(kind: str, folder: Path) -> tuple[float, float, float]:
     """Logits, gradients and sampled log-probs against transformers; asserts that what is saved is equal to the bit."""
     model = hf_model(kind)
@@ -265,7 +291,10 @@ def test_the_generated_table_of_families_is_up_to_date(
     rows = [error_row(family, kinds, folder, stated) for family, kinds in own]
     seen = [vision_row(kind, folder, stated) for kind in VISION_KINDS]
     families = [family_row(*each) for each in every]
-    lines = "\n".join((*FAMILY_HEAD, *families, "", *ERROR_HEAD, *rows, "", *VISION_HEAD, *seen, LEGEND))
+    support = [support_row(*each) for each in every]
+    lines = "\n".join(
+        (*FAMILY_HEAD, *families, "", *SUPPORT_HEAD, *support, "", *ERROR_HEAD, *rows, "", *VISION_HEAD, *seen, LEGEND)
+    )
     if regenerate:
         PAGE.write_text(f"{before}{BEGIN}\n{lines}\n{END}{after}", encoding="utf-8")
         return

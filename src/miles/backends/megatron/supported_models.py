@@ -18,8 +18,6 @@ def check_megatron_support(spec: DecoderSpec, layout: ParallelDims) -> str | Non
         return f"the megatron backend cannot train {spec.family}: it has a vision tower; use --train-backend fsdp."
     problems = ((i, _unsupported_part(layer, spec)) for i, layer in enumerate(spec.layers))
     found = next((f"layer {i} has {problem}" for i, problem in problems if problem is not None), None)
-    if spec.vision is not None:
-        found = "it has a vision tower"
     if found is None:
         found = _non_uniform(spec) or _indivisible(spec, layout)
     if found is not None:
