@@ -492,7 +492,7 @@ def test_glm_5_3_has_no_exact_parity_and_says_which_part_has_none():
     spec = spec_from_config(glm5_next_like())
     assert "hyper-connections" in (check_batch_invariance(spec) or "")
     alone = replace(spec, layers=tuple(replace(layer, hyper=None) for layer in spec.layers[1::2]))
-    assert check_batch_invariance(alone) == "layer 0 selects pools of tokens, which has no batch-invariant kernel"
+    assert "layer 0 selects pools of tokens" in (check_batch_invariance(alone) or "")
 
 
 def test_defaults_left_out_of_a_config_are_those_of_transformers():

@@ -16,7 +16,6 @@ from miles.launch.config import Config
 from miles.launch.plan.plan import build_plan
 from miles.launch.rules.check import Command, check_rules
 from miles.launch.rules.paths import count_prompts
-from miles.rollout.data import procedural
 
 GYM = "reasoning_gym:leg_counting?size=40"
 
@@ -29,7 +28,6 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_splits(tmp_path / "splits", {"train": rows, "test": rows[:3]})
     (tmp_path / "void").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(procedural, "find_task_problem", lambda path: None)
 
 
 def list_problems(*flags: str) -> list[str]:
@@ -51,7 +49,7 @@ def list_problems(*flags: str) -> list[str]:
     ],
 )
 def test_every_kind_of_data_is_accepted(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("miles.launch.rules.paths.find_task_problem", lambda path: None)
+    monkeypatch.setattr("miles.launch.rules.paths.find_suite_problem", lambda path: None)
     assert list_problems("--prompt-data", *words) == []
     assert (
         list_problems(
@@ -80,7 +78,7 @@ def test_what_cannot_be_read_is_told_once(words: tuple[str, ...], complaint: str
 
 
 def test_a_task_that_cannot_be_generated_is_told(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("miles.launch.rules.paths.find_task_problem", lambda path: f"{path}: no such task.")
+    monkeypatch.setattr("miles.launch.rules.paths.find_suite_problem", lambda path: f"{path}: no such task.")
     assert list_problems("--prompt-data", GYM) == [f"--prompt-data {GYM}: no such task."]
 
 

@@ -81,7 +81,7 @@ def test_a_row_that_is_no_pair_is_told_with_its_file_and_line(tmp_path, row, com
 
 
 def test_generated_questions_have_no_pairs():
-    with pytest.raises(DataError, match="generates questions, not pairs"):
+    with pytest.raises(DataError, match="has questions, not pairs"):
         read_dataset("reasoning_gym:leg_counting?size=2", input_key="input", pair=PreferenceColumns())
 
 

@@ -18,6 +18,8 @@ _WINDOW = 16
 _SIZES = {
     "intermediate_size": 128,
     "intermediate_size_mlp": 128,
+    "dense_intermediate_size": 128,
+    "shared_intermediate_size": 64,
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
     "moe_shared_expert_intermediate_size": 64,
@@ -31,6 +33,9 @@ _SIZES = {
     "linear_num_value_heads": 4,
     "mamba_num_heads": 4,
     "n_groups": 2,
+    "laurel_rank": 16,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": _VOCABULARY,
 }
 # Lists with an entry for each layer.
 _PER_LAYER = (
@@ -40,6 +45,7 @@ _PER_LAYER = (
     "hybrid_override_pattern",
     "no_rope_layers",
     "indexer_types",
+    "moe_layer_freq",
 )
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TOKENS = ("bos_token_id", "eos_token_id")
@@ -59,8 +65,18 @@ def shrink_config(config: Mapping[str, Any]) -> dict[str, Any]:
     UsageError where the result is not a model of the same family: then the config has a constraint that is not known
     here.
     """
+    layers, text = _count_layers(config), config.get("text_config")
+    if isinstance(text, Mapping) and "vision_config" not in config:
+        small = {key: value for key, value in config.items() if key not in _DROPPED}
+        small["text_config"] = _shrink_text(text, layers)
+    else:
+        small = _shrink_text(config, layers)
+    spec_from_config(small)
+    return small
+
+
+def _shrink_text(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     small = {key: value for key, value in config.items() if key not in _DROPPED}
-    layers = _count_layers(config)
     small["num_hidden_layers"] = layers
     small |= {key: value[:layers] for key in _PER_LAYER if isinstance(value := config.get(key), list | str)}
     if isinstance(moe_layers := config.get("moe_layers"), list):
@@ -69,8 +85,24 @@ def shrink_config(config: Mapping[str, Any]) -> dict[str, Any]:
     small |= _shrink_attention(config) | _shrink_experts(config)
     small |= {"vocab_size": _VOCABULARY, "pad_token_id": None}
     small |= {key: i for i, key in enumerate(_TOKENS) if config.get(key) is not None}
-    spec_from_config(small)
-    return small
+    return small | _shrink_groups(config, layers, small)
+
+
+def _shrink_groups(config: Mapping[str, Any], layers: int, small: Mapping[str, Any]) -> dict[str, Any]:
+    """What configs have in groups of their own: linear attention, with layers counted from one, and block selection."""
+    found: dict[str, Any] = {}
+    if isinstance(linear := config.get("linear_attn_config"), Mapping):
+        lists = {key: [i for i in linear[key] if i <= layers] for key in ("full_attn_layers", "kda_layers")}
+        found["linear_attn_config"] = {**linear, **lists, "num_heads": min(int(linear["num_heads"]), _HEADS)}
+    if isinstance(sparse := config.get("sparse_attention_config"), Mapping):
+        found["sparse_attention_config"] = {
+            **sparse,
+            "sparse_num_index_heads": small["num_key_value_heads"],
+            "sparse_block_size": 4,
+            "sparse_topk_blocks": 4,
+            "sparse_attention_freq": list(sparse["sparse_attention_freq"])[:layers],
+        }
+    return found
 
 
 def _count_layers(config: Mapping[str, Any]) -> int:
