@@ -132,4 +132,4 @@ def test_the_wide_model_is_never_in_memory(tmp_path):
     (int4, int4_peak), (fp8, fp8_peak) = (map(int, line.split()) for line in done.stdout.splitlines())
     assert wide > 12 * largest and int4 < 0.3 * wide and fp8 < 0.55 * wide
     # Beside the packed weights: buffers of reads in flight, and what quantizes one matrix.
-    assert int4_peak < int4 + 6 * largest < wide and fp8_peak < fp8 + 6 * largest < wide
+    assert int4_peak < int4 + 7 * largest < wide and fp8_peak < fp8 + 7 * largest < wide
