@@ -158,6 +158,34 @@ def scan_chunks(
     return torch.cat(before), torch.cat(final[::-1]) if keep else None
 
 
+def scan_deltas(
+    parts: tuple[Tensor, Tensor, Tensor, Tensor], counts: Sequence[int], state_RHkv: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Scan the chunks of a delta rule; the state before each, what each writes [N, H, C, v], and the last states if any
+    were given.
+
+    ``parts`` of each chunk are what it would write to an empty state, how much less for each row of the state, the keys
+    by which it writes, and the decay of the state over it.
+    """
+    # One split: its backward is one concatenation, where slices would each be a full-size tensor.
+    steps = [x.split(list(counts)) for x in parts]
+    deltas: list[Tensor] = []
+
+    def advance(i: int, state: Tensor, rest: int) -> Tensor:
+        zero_state, state_coef, write, chunk_decay = (step[i] for step in steps)
+        deltas.append(zero_state - state_coef @ state)
+        state, chunk_decay, write, delta = (take_rows(x, rest) for x in (state, chunk_decay, write, deltas[-1]))
+        return torch.addcmul(write @ delta, state, chunk_decay)
+
+    keep = state_RHkv is not None
+    if state_RHkv is None:
+        zero_state_NHCv, state_coef_NHCk = parts[:2]
+        shape = (counts[0], zero_state_NHCv.shape[1], state_coef_NHCk.shape[-1], zero_state_NHCv.shape[-1])
+        state_RHkv = zero_state_NHCv.new_zeros(shape)
+    before_NHkv, final_RHkv = scan_chunks(state_RHkv, counts, advance, keep=keep)
+    return before_NHkv, torch.cat(deltas), final_RHkv
+
+
 def take_rows(x_RX: Tensor, count: int) -> Tensor:
     """The first rows; all of them without a copy, also in backward."""
     return x_RX if count == len(x_RX) else x_RX[:count]

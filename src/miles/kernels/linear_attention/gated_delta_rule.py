@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from miles.kernels.linear_attention.chunked_scan import compute_decay, run_recurrence, scan_chunks, take_rows
+from miles.kernels.linear_attention.chunked_scan import compute_decay, run_recurrence, scan_deltas
 
 
 def gated_delta_rule(
@@ -81,24 +81,11 @@ def _chunks(
     # The solver reads only below the diagonal and assumes ones on it.
     system_NHCC = kk_NHCC * decay_NHCC * beta_NHC1
     solved_NHCW = torch.linalg.solve_triangular(system_NHCC, rhs_NHCW, upper=False, unitriangular=True)
-    zero_state_NHCv, state_coef_NHCk = solved_NHCW.split((v_NHCv.shape[-1], k_NHCk.shape[-1]), -1)
     write_NHkC = (k_NHCk * to_end_NHC1).mT
     chunk_decay_NH11 = from_start_NHC1[:, :, -1:]
-    # One split: its backward is one concatenation, where slices would each be a full-size tensor.
-    steps = [x.split(list(counts)) for x in (zero_state_NHCv, state_coef_NHCk, write_NHkC, chunk_decay_NH11)]
-    deltas: list[Tensor] = []
-
-    def advance(i: int, state: Tensor, rest: int) -> Tensor:
-        zero_state, state_coef, write, chunk_decay = (step[i] for step in steps)
-        deltas.append(zero_state - state_coef @ state)
-        state, chunk_decay, write, delta = (take_rows(x, rest) for x in (state, chunk_decay, write, deltas[-1]))
-        return torch.addcmul(write @ delta, state, chunk_decay)
-
-    keep = state_RHkv is not None
-    if state_RHkv is None:
-        state_RHkv = v_NHCv.new_zeros(counts[0], *v_NHCv.shape[1:2], k_NHCk.shape[-1], v_NHCv.shape[-1])
-    before_NHkv, final_RHkv = scan_chunks(state_RHkv, counts, advance, keep=keep)
+    parts = (*solved_NHCW.split((v_NHCv.shape[-1], k_NHCk.shape[-1]), -1), write_NHkC, chunk_decay_NH11)
+    before_NHkv, delta_NHCv, final_RHkv = scan_deltas(parts, counts, state_RHkv)
     read_NHCk = q_NGCk.repeat_interleave(heads_per_key, 1) * from_start_NHC1
     qk_NHCC = (q_NGCk @ k_NGCk.mT).repeat_interleave(heads_per_key, 1) * decay_NHCC
-    out_NHCv = read_NHCk @ before_NHkv + qk_NHCC @ torch.cat(deltas)
+    out_NHCv = read_NHCk @ before_NHkv + qk_NHCC @ delta_NHCv
     return out_NHCv.transpose(1, 2), final_RHkv

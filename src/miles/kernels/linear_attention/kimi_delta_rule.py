@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from miles.kernels.linear_attention.chunked_scan import run_recurrence, scan_chunks, take_rows
+from miles.kernels.linear_attention.chunked_scan import run_recurrence, scan_deltas
 
 # Tokens whose decays to one another are computed channel by channel; between sub-blocks they are factored.
 _SUB_BLOCK = 16
@@ -76,25 +76,12 @@ def _chunks(
     # The solver reads only below the diagonal and assumes ones on it.
     system_NHCC = decayed_scores(k_NHCk, k_NHCk, total_NHCk) * beta_NHC1
     solved_NHCW = torch.linalg.solve_triangular(system_NHCC, rhs_NHCW, upper=False, unitriangular=True)
-    zero_state_NHCv, state_coef_NHCk = solved_NHCW.split((v_NHCv.shape[-1], k_NHCk.shape[-1]), -1)
     write_NHkC = (k_NHCk * to_end_NHCk).mT
     chunk_decay_NHk1 = from_start_NHCk[:, :, -1:].mT
-    # One split: its backward is one concatenation, where slices would each be a full-size tensor.
-    steps = [x.split(list(counts)) for x in (zero_state_NHCv, state_coef_NHCk, write_NHkC, chunk_decay_NHk1)]
-    deltas: list[Tensor] = []
-
-    def advance(i: int, state: Tensor, rest: int) -> Tensor:
-        zero_state, state_coef, write, chunk_decay = (step[i] for step in steps)
-        deltas.append(zero_state - state_coef @ state)
-        state, chunk_decay, write, delta = (take_rows(x, rest) for x in (state, chunk_decay, write, deltas[-1]))
-        return torch.addcmul(write @ delta, state, chunk_decay)
-
-    keep = state_RHkv is not None
-    if state_RHkv is None:
-        state_RHkv = v_NHCv.new_zeros(counts[0], *v_NHCv.shape[1:2], k_NHCk.shape[-1], v_NHCv.shape[-1])
-    before_NHkv, final_RHkv = scan_chunks(state_RHkv, counts, advance, keep=keep)
+    parts = (*solved_NHCW.split((v_NHCv.shape[-1], k_NHCk.shape[-1]), -1), write_NHkC, chunk_decay_NHk1)
+    before_NHkv, delta_NHCv, final_RHkv = scan_deltas(parts, counts, state_RHkv)
     qk_NHCC = decayed_scores(q_NHCk, k_NHCk, total_NHCk)
-    out_NHCv = (q_NHCk * from_start_NHCk) @ before_NHkv + qk_NHCC @ torch.cat(deltas)
+    out_NHCv = (q_NHCk * from_start_NHCk) @ before_NHkv + qk_NHCC @ delta_NHCv
     return out_NHCv.transpose(1, 2), final_RHkv
 
 
