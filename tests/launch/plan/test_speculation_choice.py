@@ -32,6 +32,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("--parity exact --rollout-backend served", "ngram", "change no bit"),
         ("--max-weight-staleness 1", "ngram", "asynchronous"),
         ("--over-sampling-batch-size 32", "ngram", "asynchronous"),
+        ("--device cuda", "ngram", "on a GPU"),
+        ("--device cuda --parity exact", "ngram", "change no bit"),
+        ("--device cuda --hf-checkpoint recurrent", "none", "recurrent"),
         ("--max-weight-staleness 1 --hf-checkpoint recurrent", "none", "recurrent"),
         ("--max-weight-staleness 1 --rollout-backend sglang", "none", "SGLang has its own"),
     ],
@@ -45,6 +48,14 @@ def test_drafts_are_chosen_where_a_run_stays_as_repeatable(line: str, algorithm:
     assert f"drafts     {algorithm}: {choice.reason}" in as_text(config, plan, origins)
     # Without drafts a repeatable run stays one; with them it is one to the bit.
     assert algorithm == "none" or config.models.parity == "exact" or not is_repeatable(config)
+
+
+@pytest.mark.parametrize(
+    ("line", "repeatable"),
+    [("", True), ("--device cuda", False), ("--device cuda --parity exact", True), ("--max-weight-staleness 1", False)],
+)
+def test_only_a_run_with_ordered_sums_has_to_repeat_its_events(line: str, repeatable: bool):
+    assert is_repeatable(read("plan", ["good.toml", *line.split()])[0]) == repeatable
 
 
 @pytest.mark.parametrize("algorithm", ["none", "ngram"])

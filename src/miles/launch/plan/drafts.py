@@ -7,6 +7,7 @@ from miles.backends.native.config import HEAD_ALGORITHMS, NativeConfig
 from miles.backends.remote.sglang_flags import get_flag_value
 from miles.core.errors import MilesError
 from miles.launch.config import Config, ServeRoot
+from miles.launch.plan.hardware import choose_device
 from miles.launch.rules.paths import read_spec_or_none
 from miles.models.checkpoint.safetensors_io import read_config, stored_tensors
 from miles.models.draft.param_map import count_mtp_layers, read_eagle_spec
@@ -46,8 +47,12 @@ def choose_speculation(config: Config) -> SpeculationChoice:
         return refused
     if config.models.parity == "exact":
         return _EXACT
-    if not is_repeatable(config):
+    if not _waits_for_its_rollouts(config):
         return SpeculationChoice("ngram", "an asynchronous run is not repeated to the bit anyway")
+    if not is_repeatable(config):
+        return SpeculationChoice(
+            "ngram", "on a GPU, gradients without --parity exact are not repeated to the bit anyway"
+        )
     return SpeculationChoice(
         "none", "a resumed run would not repeat the last bits of its log-probs; --parity exact makes it"
     )
@@ -79,7 +84,16 @@ def _refuse_drafts(spec: DecoderSpec | None) -> SpeculationChoice | None:
 
 
 def is_repeatable(config: Config) -> bool:
-    """Whether the events of a run without drafts depend only on its seed: each step waits for its own rollouts."""
+    """Whether the events of a run without drafts depend only on its seed.
+
+    Each step waits for its own rollouts, and the sums of its backward pass have a fixed order: those of torch's flash
+    attention on a GPU have none.
+    """
+    ordered = config.models.parity == "exact" or choose_device(config.cluster.device).name == "cpu"
+    return _waits_for_its_rollouts(config) and ordered
+
+
+def _waits_for_its_rollouts(config: Config) -> bool:
     return config.schedule.max_weight_staleness == 0 and config.async_rollout.over_sampling_batch_size is None
 
 
