@@ -44,7 +44,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
 OTHERS = {
     "--parts",
     "--cases",
-    *("--workloads", "--targets"),
+    *("--workloads", "--targets", "--attention", "--hidden", "--layers", "--modes"),
     *("--seeds", "--at-once", "--also"),
     *("--kills", "--ray", "--namespaces", "--deterministic", "--keep", "--only"),
     *("--help", "--version", "--all", "--json", "--flags", "--no-NAME", "--rounds", "--threads", "--seconds"),
