@@ -263,6 +263,9 @@ slots = LoraSlots(
 plan = LoraPlan(rows_T=torch.from_numpy(rows), tiles_G3=torch.from_numpy(tiles), tile_rows=tile_rows)
 launch_grouped_lora(torch.zeros(4, 6144, dtype=half), torch.zeros(4, 4096, dtype=half), slots, plan)
 assert names == ["shrink_kernel", "expand_kernel"], names
+launch_grouped_lora(torch.zeros(4, 6144), torch.zeros(4, 4096, dtype=half), slots, plan)  # logits
+names = names[2:]
+assert names == ["shrink_kernel", "expand_kernel"], names
 slots = LoraSlots(
     a_SPRI=torch.zeros(2, 2, max_rank, 4096, dtype=half),
     b_SOR=torch.zeros(2, 6144, max_rank, dtype=half),
