@@ -189,7 +189,8 @@ def test_replayed_steps_of_a_head_draft_what_eager_ones_do(recording, kind):
 
     answers, counted = generate()
     keys = [key for key in recording if isinstance(key, draft_head_graph.HeadGraphKey)]
-    assert {key.step for key in keys} == {0, 1}
+    # The first step of several layers runs all of them, on rows of their own.
+    assert {key.step for key in keys} == ({0, 1} if kind == "eagle3" else {1})
     assert any(key.has_filter for key in keys)
     with pytest.MonkeyPatch.context() as plain:
         plain.setattr(model_runner, "supports_gpu_kernels", lambda spec, model, device: False)
