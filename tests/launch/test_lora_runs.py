@@ -148,6 +148,9 @@ def test_a_killed_run_with_an_adapter_critic_continues_to_the_bit(inputs, tmp_pa
 @pytest.fixture
 def house(tmp_path, monkeypatch):
     furnish(tmp_path)
+    untied = json.loads((tmp_path / "model" / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (tmp_path / "untied").mkdir()
+    (tmp_path / "untied" / "config.json").write_text(json.dumps(untied))
     monkeypatch.chdir(tmp_path)
 
 
@@ -163,6 +166,8 @@ def list_problems(line: str, command: Command = "train") -> list[str]:
         "--lora-rank 8 --lora-alpha 32 --lora-dropout 0.0 --target-modules all-linear",
         "--lora-rank 8 --target-modules attn,down_proj --exclude-modules k_proj",
         "--lora-rank 8 --target-modules linear_qkv,*.mlp.*",
+        "--lora-rank 8 --target-modules all-linear,lm_head --hf-checkpoint untied",
+        "--lora-rank 8 --target-modules lm_head --hf-checkpoint untied --no-lora-merge --lora-versions 2",
         "--lora-rank 8 --lora-dropout 0.1 --use-rslora --optimizer muon",
         "--lora-rank 8 --use-dora --use-kl-loss",
         "--lora-rank 8 --use-dora --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2",
@@ -201,6 +206,20 @@ def test_upstreams_flags_are_taken(house, line):
             "adapters are whole on every rank",
         ),
         ("--lora-rank 8 --fsdp-cpu-offload", "--lora-rank does not work with --fsdp-cpu-offload"),
+        ("--lora-rank 8 --target-modules lm_head", "lm_head would change the embedding too"),
+        ("--lora-rank 8 --target-modules lm_head --hf-checkpoint untied --use-dora", "does not work with --use-dora"),
+        (
+            "--lora-rank 8 --target-modules lm_head --hf-checkpoint untied --lora-dropout 0.1",
+            "an adapter of the output layer, does not work with --lora-dropout",
+        ),
+        (
+            "--lora-rank 8 --target-modules lm_head --hf-checkpoint untied --train-backend megatron",
+            "or the output layer, which lm_head is one of",
+        ),
+        (
+            "--lora-rank 8 --target-modules lm_head --hf-checkpoint untied --no-lora-merge --rollout-backend sglang",
+            "lm_head is the output layer, of which it is sent no adapters",
+        ),
     ],
 )
 def test_what_adapters_cannot_do_is_refused_in_a_sentence(house, line, sentence):

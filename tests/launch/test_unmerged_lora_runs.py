@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.launch.small_run import everything, flags, miles, write_inputs
 
 from miles.models.checkpoint import hf
@@ -24,6 +24,18 @@ def dense(tmp_path_factory):
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory):
     return write_inputs(tmp_path_factory.mktemp("moe"), moe=True)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    """The dense model with an output layer of its own, which begins as the embedding."""
+    folder = write_inputs(tmp_path_factory.mktemp("untied"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def train(inputs: Path, run: Path, *more: str, steps: int = 2) -> list[dict]:
@@ -44,6 +56,26 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
 def count_sent(run: Path) -> list[int]:
     rows = [json.loads(line) for file in run.glob("*.jsonl") for line in file.read_text().splitlines()]
     return [row["seconds"]["publish/bytes"] for row in rows if row.get("kind") == "train" and "seconds" in row]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--lora-merge",),
+        (),
+        pytest.param(("--lora-versions", "2"), marks=pytest.mark.extended),
+        pytest.param(("--rollout-backend", "served"), marks=pytest.mark.extended),
+    ],
+    ids=["merged", "beside", "versions", "served"],
+)
+def test_an_adapter_of_the_output_layer_has_exact_parity(untied, tmp_path, more):
+    run = tmp_path / "run"
+    rows = train(untied, run, *EXACT, *more, "--dtype", "bfloat16", "--target-modules", "q_proj,lm_head")
+    assert [row["parity_max_abs"] for row in rows] == [0.0] * 2
+    before, after = ({n: t.to(torch.bfloat16) for n, t in weights_in(f).items()} for f in (untied, last(run)))
+    moved = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert moved == {each for each in after if each.endswith(("qkv.weight", "lm_head.weight"))}
+    assert "lm_head" in json.loads((last(run) / "adapter" / "adapter_config.json").read_text())["target_modules"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -10,7 +10,7 @@ from tests.train.small_trainer import DENSE, distance, model, ragged, sample, st
 from miles.algo.distillation_loss import TEACHER_INDEX, TOKEN_SETS, TopKTokens, compute_log_ratios
 from miles.algo.distillation_loss import reverse_kl as vocab_reverse_kl
 from miles.train.distillation import LocalComparison, compute_teacher_kl
-from miles.train.logprobs import HeadOutput
+from miles.train.logprobs import HeadOutput, TrainedHeadLora
 
 MODES = {"sampled": {}, "whole": {"opd_log_prob_top_k": -1}, "top": {"opd_log_prob_top_k": 5}}
 TOPS = [None, *(TopKTokens(k=3, tokens=tokens) for tokens in TOKEN_SETS.values())]
@@ -58,6 +58,25 @@ def test_values_and_gradients_equal_plain_autograd_however_it_is_chunked(top, ch
         strict=True,
     ):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("chunk", "merged"), [(None, False), (3, False), (3, True)])
+def test_an_adapter_of_the_head_has_the_gradients_of_plain_autograd(chunk, merged):
+    policy, teacher, target = material()
+    a, b = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5), (11, 2)))
+    base = policy.head_VD.detach()
+    whole = base + 0.5 * b @ a
+    lora = TrainedHeadLora(a_XD=a, b_VX=b, scale=0.5, merged=merged)
+    own = replace(policy, head_VD=whole.detach() if merged else base, softcap=2.0, lora=lora)
+    mine, _ = reverse_kl(own, teacher, target, chunk=chunk)
+    logp, logq = plain(replace(policy, head_VD=whole, softcap=2.0), 1.0), plain(teacher, 1.0)
+    theirs = vocab_reverse_kl(logp, compute_log_ratios(logp, logq, None))
+    assert torch.allclose(mine, theirs, rtol=1e-12, atol=1e-12)
+    inputs = (policy.hidden_RD, a, b)
+    for one, two in zip(
+        torch.autograd.grad(mine.sum(), inputs), torch.autograd.grad(theirs.sum(), inputs), strict=True
+    ):
+        assert torch.allclose(one, two, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("chunk", [None, 3])

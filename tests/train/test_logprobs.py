@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from miles.train.logprobs import HeadOutput, compute_logprobs, default_chunk_size
+from miles.train.logprobs import HeadOutput, TrainedHeadLora, compute_logprobs, default_chunk_size
 
 
 def material(dtype, rows=7, width=5, vocab=11):
@@ -36,6 +36,28 @@ def test_values_and_gradients_equal_plain_autograd_however_it_is_chunked(chunk, 
         torch.autograd.grad(loss(mine), (hidden, head)), torch.autograd.grad(loss(theirs), (hidden, head)), strict=True
     ):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize(("chunk", "softcap"), [(None, None), (3, None), (3, 2.0), (None, 2.0)])
+def test_an_adapter_of_the_head_has_the_gradients_of_plain_autograd(chunk, softcap, merged):
+    hidden, head, target = material(torch.float64)
+    head = head.detach()
+    a, b = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5), (11, 2)))
+    used = head + 0.5 * (b @ a).detach() if merged else head
+    lora = TrainedHeadLora(a_XD=a, b_VX=b, scale=0.5, merged=merged)
+    output = HeadOutput(hidden_RD=hidden, head_VD=used, softcap=softcap, lora=lora)
+    mine = compute_logprobs(output, target, temperature=0.7, chunk=chunk)
+    logits = hidden @ (head + 0.5 * b @ a).T
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logp = torch.log_softmax(logits / 0.7, -1)
+    theirs = logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    weights = torch.randn(2, 7, dtype=torch.float64)
+    found, wanted = (
+        torch.autograd.grad((weights * torch.stack(pair)).sum(), (hidden, a, b)) for pair in (mine, theirs)
+    )
+    for mine_each, theirs_each in zip((*mine, *found), (*theirs, *wanted), strict=True):
+        assert torch.allclose(mine_each, theirs_each, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("chunk", [None, 3])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from miles.kernels.fused.lm_head import HeadLora
 from miles.kernels.numerics import FAST, Numerics
 from miles.kernels.quantized.activation_quant import supports_fused_quantization
 from miles.models.activation_checkpointing import CheckpointFn, checkpoint_full
@@ -390,6 +391,13 @@ class Decoder(nn.Module):
     def head(self) -> Tensor:
         """Return the output weight [V, D]: the embedding itself if tied."""
         return self.embedding.weight if self.lm_head is None else self.lm_head.weight
+
+    def head_lora(self) -> HeadLora | None:
+        """Return the LoRA adapter that this decoder holds beside its output weight."""
+        if self.lm_head is None or self.lm_head.lora is None:
+            return None
+        a_rD, b_Vr = self.lm_head.lora_factors(self.lm_head.weight.dtype)
+        return HeadLora(a_rD=a_rD, b_Vr=b_Vr, scale=self.lm_head.lora.scale, numerics=self.numerics)
 
 
 def scale_embedding(x_TD: Tensor, spec: DecoderSpec) -> Tensor:

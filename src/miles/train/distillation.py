@@ -99,7 +99,8 @@ def compute_teacher_kl(
     """
     vocab_size = get_vocab_size(policy)
     chunk_size = chunk or max(1, default_chunk_size(policy.head_VD, vocab_size) // 2)
-    detached = replace(policy, hidden_RD=policy.hidden_RD.detach(), head_VD=policy.head_VD.detach())
+    lora = None if policy.lora is None else policy.lora.detach()
+    detached = replace(policy, hidden_RD=policy.hidden_RD.detach(), head_VD=policy.head_VD.detach(), lora=lora)
     params = _KLParams(
         temperature=temperature,
         comparison=comparison,
@@ -108,7 +109,7 @@ def compute_teacher_kl(
         policy=detached,
         vocab_size=vocab_size,
     )
-    return _ChunkedKL.apply(policy.hidden_RD, policy.head_VD, params)  # pyright: ignore[reportReturnType]
+    return _ChunkedKL.apply(policy.hidden_RD, policy.head_VD, *policy.factors(), params)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +134,14 @@ class _KLParams:
 
 class _ChunkedKL(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_RD: Tensor, head_vD: Tensor, params: _KLParams) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        hidden_RD: Tensor,
+        head_vD: Tensor,
+        a_XD: Tensor | None,
+        b_vX: Tensor | None,
+        params: _KLParams,
+    ) -> tuple[Tensor, Tensor]:
         ctx.params = params
         ctx.set_materialize_grads(False)
         parts: list[tuple[Tensor, Tensor]] = []
@@ -151,9 +159,9 @@ class _ChunkedKL(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_R: Tensor | None, _: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None]:
+    ) -> tuple[Tensor | None, ...]:
         if grad_R is None:
-            return None, None, None
+            return (None,) * 5
         hidden_RD, head_vD, kl_R = ctx.saved_tensors
         params: _KLParams = ctx.params
         chunks = range(0, max(len(hidden_RD), 1), params.chunk_size)
@@ -161,8 +169,9 @@ class _ChunkedKL(torch.autograd.Function):
             head_vD,
             chunks=len(chunks),
             accumulation_dtype=kl_R.dtype,
-            needs=ctx.needs_input_grad[:2],
+            needs=ctx.needs_input_grad[:4],
             vocabulary=params.policy.vocabulary,
+            lora=params.policy.lora,
         )
         for start in chunks:
             part = slice(start, start + params.chunk_size)

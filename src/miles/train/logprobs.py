@@ -8,8 +8,10 @@ With a vocabulary split over tensor-parallel ranks each rank has the logits of i
 reductions: the maximum logit of each token, then the sums relative to it. Backward reduces only the gradient of the
 hidden states.
 
+A LoRA adapter of the head, merged into it or beside it, gets its gradients from the same chunks.
+
 ``_R`` trained tokens, ``_r`` those of this rank, ``_C`` tokens of a chunk, ``D`` hidden size, ``V`` vocabulary or this
-rank's rows of it.
+rank's rows of it, ``X`` the rank of an adapter.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from miles.kernels.fused.lm_head import HeadLora
 from miles.kernels.numerics import FAST, Numerics
 from miles.kernels.runtime.triton_compat import use_triton_training
 from miles.train import vocab_parallel_logprobs
@@ -58,13 +61,41 @@ class PolicyFeatures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedHeadLora:
+    """The float32 factors of a LoRA adapter of the head, which get gradients; ``b_VX`` are this rank's rows.
+
+    ``merged``: the head has their product already.
+    """
+
+    a_XD: Tensor
+    b_VX: Tensor
+    scale: float
+    merged: bool
+
+    def truncate(self, size: int) -> TrainedHeadLora:
+        """Restrict it to the first ``size`` rows."""
+        return replace(self, b_VX=self.b_VX[:size])
+
+    def detach(self) -> TrainedHeadLora:
+        """Return the same factors without gradients."""
+        return replace(self, a_XD=self.a_XD.detach(), b_VX=self.b_VX.detach())
+
+    def build_adapter(self, dtype: torch.dtype, numerics: Numerics) -> HeadLora | None:
+        """Return what adds its products to logits; None if they are in the head."""
+        if self.merged:
+            return None
+        a_XD, b_VX = (factor.detach().to(dtype) for factor in (self.a_XD, self.b_VX))
+        return HeadLora(a_rD=a_XD, b_Vr=b_VX, scale=self.scale, numerics=numerics)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeadOutput:
     """Inputs of the LM head: hidden states, head weight and softcap, and the numerics of the log-probs.
 
     With a split over ranks (context or vocabulary parallel) these are the rank's own. ``flips`` counts the replayed
     experts that the model's own router would not have chosen, out of ``replayed``, over the whole micro-batch; both
     None without replay. ``load_LE`` is how often each expert of each layer was chosen, if counted. ``features`` are
-    those of a draft model, if one is trained.
+    those of a draft model, if one is trained. ``lora`` is the adapter of the head, if it has one.
     """
 
     hidden_RD: Tensor
@@ -77,6 +108,15 @@ class HeadOutput:
     load_LE: Tensor | None = None
     numerics: Numerics = FAST
     features: PolicyFeatures | None = None
+    lora: TrainedHeadLora | None = None
+
+    def build_adapter(self) -> HeadLora | None:
+        """Return what adds an adapter of the head to its logits."""
+        return None if self.lora is None else self.lora.build_adapter(self.head_VD.dtype, self.numerics)
+
+    def factors(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the factors of the head's adapter, or None twice."""
+        return (None, None) if self.lora is None else (self.lora.a_XD, self.lora.b_VX)
 
 
 def compute_logprobs(
@@ -97,8 +137,11 @@ def compute_logprobs(
         chunk_size=chunk or default_chunk_size(output.head_VD) * (2 if use_triton_training(output.hidden_RD) else 1),
         vocabulary=output.vocabulary,
         numerics=output.numerics,
+        adapter=output.build_adapter(),
     )
-    logp_r, entropy_r = _ChunkedLogprobs.apply(output.hidden_RD, output.head_VD, target_r, params)  # pyright: ignore[reportGeneralTypeIssues]
+    tensors = (output.hidden_RD, output.head_VD, *output.factors())
+    lora = None if output.lora is None else output.lora.detach()
+    logp_r, entropy_r = _ChunkedLogprobs.apply(*tensors, target_r, params, lora)  # pyright: ignore[reportGeneralTypeIssues]
     if tokens is None:
         return logp_r, entropy_r
     logp_R, entropy_R = tokens.join(torch.stack((logp_r, entropy_r), -1)).unbind(-1)
@@ -125,7 +168,8 @@ def truncate_vocab(output: HeadOutput, size: int) -> HeadOutput:
     """Restrict the output to the first ``size`` tokens of the vocabulary."""
     partition = output.vocabulary
     if partition is None:
-        return replace(output, head_VD=output.head_VD[:size])
+        lora = None if output.lora is None else output.lora.truncate(size)
+        return replace(output, head_VD=output.head_VD[:size], lora=lora)
     local_size = max(0, min(partition.size, size - partition.first))
     truncated = TruncatedVocabShard(first=partition.first, size=local_size, full=partition)
     return replace(output, vocabulary=truncated)
@@ -134,9 +178,16 @@ def truncate_vocab(output: HeadOutput, size: int) -> HeadOutput:
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_RD: Tensor, head_VD: Tensor, target_R: Tensor, params: LogitParams
+        ctx: Any,
+        hidden_RD: Tensor,
+        head_VD: Tensor,
+        a_XD: Tensor | None,
+        b_VX: Tensor | None,
+        target_R: Tensor,
+        params: LogitParams,
+        lora: TrainedHeadLora | None,
     ) -> tuple[Tensor, Tensor]:
-        ctx.params = params
+        ctx.params, ctx.lora = params, lora
         ctx.set_materialize_grads(False)
         parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
         last_CV: Tensor | None = None
@@ -159,9 +210,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_logp_R: Tensor | None, grad_entropy_R: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, ...]:
         if grad_logp_R is None and grad_entropy_R is None:
-            return None, None, None, None
+            return (None,) * 7
         hidden_RD, head_VD, target_R, entropy_R, lse_R, kept = ctx.saved_tensors
         params: LogitParams = ctx.params
         chunks = range(0, max(len(hidden_RD), 1), params.chunk_size)
@@ -169,8 +220,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
             head_VD,
             chunks=len(chunks),
             accumulation_dtype=entropy_R.dtype,
-            needs=ctx.needs_input_grad[:2],
+            needs=ctx.needs_input_grad[:4],
             vocabulary=params.vocabulary,
+            lora=ctx.lora,
         )
         for start in chunks:
             part = slice(start, start + params.chunk_size)
@@ -187,13 +239,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 params,
             )
             accumulator.add(grad_CV, hidden_RD[part])
-        return *accumulator.finish(), None, None
+        return *accumulator.finish(), None, None, None
 
 
 class ChunkedBackward:
-    """Accumulates the gradients of hidden states and head from chunks of logit gradients, as far as ``needs`` says.
+    """Accumulates gradients from chunks of logit gradients: of hidden states, head and both factors of its ``lora``.
 
-    With a ``vocabulary`` split over ranks the gradient of the hidden states is summed over them.
+    ``needs`` says of which. With a ``vocabulary`` split over ranks the gradient of the hidden states is summed over
+    them; those of the factors are this rank's part of the sum.
     """
 
     def __init__(
@@ -204,12 +257,17 @@ class ChunkedBackward:
         accumulation_dtype: torch.dtype,
         needs: Sequence[bool],
         vocabulary: VocabPartition | None = None,
+        lora: TrainedHeadLora | None = None,
     ) -> None:
         self._head_VD = head_VD
         self._chunks = chunks
         self._accumulation_dtype = accumulation_dtype
         self._vocabulary = vocabulary
-        self._needs_hidden, self._needs_head = needs
+        self._needs_hidden, self._needs_head = needs[:2]
+        self._lora = lora
+        self._needs_factors = any(needs[2:])
+        self._grad_a_XD: Tensor | None = None
+        self._grad_b_VX: Tensor | None = None
         self._grad_hidden: list[Tensor] = []
         self._grad_head_VD: Tensor | None = None
 
@@ -225,14 +283,30 @@ class ChunkedBackward:
                 self._grad_head_VD = part_VD if self._chunks == 1 else part_VD.to(self._accumulation_dtype)
             else:
                 self._grad_head_VD += part_VD
+        if self._lora is not None:
+            self._add_lora(self._lora, grad_CV[:, : len(self._lora.b_VX)], hidden_CD)
 
-    def finish(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of the hidden states and of the head."""
+    def _add_lora(self, lora: TrainedHeadLora, grad_CV: Tensor, hidden_CD: Tensor) -> None:
+        """Add what the adapter of the head contributes to a chunk's gradients."""
+        a_XD, b_VX = lora.a_XD.to(grad_CV.dtype), lora.b_VX.to(grad_CV.dtype)
+        back_CX = (grad_CV @ b_VX).mul_(lora.scale)
+        if self._needs_hidden and not lora.merged:
+            self._grad_hidden[-1].add_(back_CX @ a_XD)
+        if not self._needs_factors:
+            return
+        low_CX = (hidden_CD @ a_XD.T).mul_(lora.scale)
+        grad_a_XD, grad_b_VX = (back_CX.T @ hidden_CD).to(lora.a_XD.dtype), (grad_CV.T @ low_CX).to(lora.b_VX.dtype)
+        self._grad_a_XD = grad_a_XD if self._grad_a_XD is None else self._grad_a_XD.add_(grad_a_XD)
+        self._grad_b_VX = grad_b_VX if self._grad_b_VX is None else self._grad_b_VX.add_(grad_b_VX)
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of the hidden states, of the head, and of its factors."""
         head_VD = None if self._grad_head_VD is None else self._grad_head_VD.to(self._head_VD.dtype)
+        others = head_VD, self._grad_a_XD, self._grad_b_VX
         if not self._needs_hidden:
-            return None, head_VD
+            return None, *others
         hidden_RD = torch.cat(self._grad_hidden)
-        return hidden_RD if self._vocabulary is None else self._vocabulary.sum(hidden_RD), head_VD
+        return hidden_RD if self._vocabulary is None else self._vocabulary.sum(hidden_RD), *others
 
 
 def _slice(x_R: Tensor | None, part: slice) -> Tensor | None:
@@ -246,12 +320,11 @@ def compute_log_softmax(output: HeadOutput, part: slice, temperature: float, siz
     rank's rows only.
     """
     hidden_CD, partition = output.hidden_RD[part], output.vocabulary
+    options: dict[str, Any] = {"numerics": output.numerics, "adapter": output.build_adapter()}
     if partition is None:
-        return dense_log_softmax(
-            hidden_CD, output.head_VD[:size], temperature, output.softcap, numerics=output.numerics
-        )
+        return dense_log_softmax(hidden_CD, output.head_VD[:size], temperature, output.softcap, **options)
     local_Cv, slope_Cv = compute_local_logits(
-        hidden_CD, output.head_VD, temperature, output.softcap, partition, numerics=output.numerics
+        hidden_CD, output.head_VD, temperature, output.softcap, partition, **options
     )
     full_CV = local_Cv.new_zeros(len(local_Cv), size)
     own_Cv = full_CV[:, partition.first : partition.first + partition.size]

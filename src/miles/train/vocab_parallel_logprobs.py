@@ -13,7 +13,7 @@ from torch import Tensor
 
 from miles.kernels.batch_invariant import logprob as exact_head
 from miles.kernels.fused.fused_logprob import LogitTransform, compute_logit_grads, reduce_logits
-from miles.kernels.fused.lm_head import compute_logits
+from miles.kernels.fused.lm_head import LogitAdapter, compute_logits
 from miles.kernels.numerics import Numerics
 
 # Logit of a padding row: probability 0 in any comparison, yet finite, so that 0 times it is 0.
@@ -58,13 +58,21 @@ class TruncatedVocabShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitParams:
-    """Temperature, softcap, partition and numerics of the logits; those of ``chunk_size`` tokens exist at a time."""
+    """Temperature, softcap, partition and numerics of the logits; those of ``chunk_size`` tokens exist at a time.
+
+    ``adapter`` adds the LoRA adapter of the head to them, if it is not merged into the head.
+    """
 
     temperature: float
     softcap: float | None
     chunk_size: int
     vocabulary: VocabPartition | None
     numerics: Numerics
+    adapter: LogitAdapter | None = None
+
+    def compute_logits(self, hidden_CD: Tensor, head_VD: Tensor) -> Tensor:
+        """Return the logits without softcap."""
+        return compute_logits(hidden_CD, head_VD, numerics=self.numerics, adapter=self.adapter)
 
     def scale(self, head_VD: Tensor) -> LogitTransform:
         size = len(head_VD) if self.vocabulary is None else self.vocabulary.size
@@ -77,11 +85,24 @@ def forward(
     """Return a chunk's target log-probs, entropies and log-sum-exps (if split), and this rank's log-probs."""
     vocabulary = params.vocabulary
     if vocabulary is None:
-        logp_CV, _ = dense_log_softmax(hidden_CD, head_VD, params.temperature, params.softcap, numerics=params.numerics)
+        logp_CV, _ = dense_log_softmax(
+            hidden_CD,
+            head_VD,
+            params.temperature,
+            params.softcap,
+            numerics=params.numerics,
+            adapter=params.adapter,
+        )
         logp_C = logp_CV.gather(1, target_C[:, None]).squeeze(1)
         return (logp_C, _entropy(logp_CV), None), logp_CV
     logits_CV, _ = compute_local_logits(
-        hidden_CD, head_VD, params.temperature, params.softcap, vocabulary, numerics=params.numerics
+        hidden_CD,
+        head_VD,
+        params.temperature,
+        params.softcap,
+        vocabulary,
+        numerics=params.numerics,
+        adapter=params.adapter,
     )
     max_C = vocabulary.max(logits_CV.amax(-1))
     logits_CV.sub_(max_C[:, None])
@@ -110,12 +131,23 @@ def backward(
     softcap_grad_CV: Tensor | None = None
     if logp_CV is None and lse_C is not None and params.vocabulary is not None:
         logits_CV, softcap_grad_CV = compute_local_logits(
-            hidden_CD, head_VD, params.temperature, params.softcap, params.vocabulary, numerics=params.numerics
+            hidden_CD,
+            head_VD,
+            params.temperature,
+            params.softcap,
+            params.vocabulary,
+            numerics=params.numerics,
+            adapter=params.adapter,
         )
         logp_CV = logits_CV.sub_(lse_C[:, None])
     elif logp_CV is None:
         logp_CV, softcap_grad_CV = dense_log_softmax(
-            hidden_CD, head_VD, params.temperature, params.softcap, numerics=params.numerics
+            hidden_CD,
+            head_VD,
+            params.temperature,
+            params.softcap,
+            numerics=params.numerics,
+            adapter=params.adapter,
         )
     grad_CV = _grad_logits(logp_CV, target_C, entropy_C, grad_logp_C, grad_entropy_C, params.vocabulary)
     grad_CV = grad_CV.div_(params.temperature)
@@ -126,7 +158,7 @@ def forward_fused(
     hidden_CD: Tensor, head_VD: Tensor, target_C: Tensor, params: LogitParams
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]:
     """``forward`` in one pass over the logits, which are also returned, without softcap."""
-    logits_CV, vocabulary = compute_logits(hidden_CD, head_VD, numerics=params.numerics), params.vocabulary
+    logits_CV, vocabulary = params.compute_logits(hidden_CD, head_VD), params.vocabulary
     max_C, total_C, mean_C, chosen_C = reduce_logits(
         logits_CV, _local_or_missing(target_C, vocabulary), params.scale(head_VD)
     )
@@ -157,7 +189,7 @@ def backward_fused(
     """``backward`` in one pass over the logits."""
     assert lse_C is not None
     if logits_CV is None:
-        logits_CV = compute_logits(hidden_CD, head_VD, numerics=params.numerics)
+        logits_CV = params.compute_logits(hidden_CD, head_VD)
     grad_logp_C, grad_entropy_C = (None if g is None else g.contiguous() for g in (grad_logp_C, grad_entropy_C))
     grads, target_C = (grad_logp_C, grad_entropy_C), _local_or_missing(target_C, params.vocabulary)
     return compute_logit_grads(logits_CV, target_C, lse_C, entropy_C, *grads, params.scale(head_VD), head_VD.dtype)
@@ -170,7 +202,7 @@ def forward_exact(
 
     With a split vocabulary the logits are gathered, because a sum of partial sums would round differently.
     """
-    logits_CV, partition = compute_logits(hidden_CD, head_VD, numerics=params.numerics), params.vocabulary
+    logits_CV, partition = params.compute_logits(hidden_CD, head_VD), params.vocabulary
     capped_CV = logits_CV if params.softcap is None else exact_head.apply_softcap(logits_CV.clone(), params.softcap)
     full_CV = capped_CV
     if partition is not None:
@@ -188,10 +220,16 @@ def forward_exact(
 
 
 def dense_log_softmax(
-    hidden_CD: Tensor, head_VD: Tensor, temperature: float, softcap: float | None, *, numerics: Numerics
+    hidden_CD: Tensor,
+    head_VD: Tensor,
+    temperature: float,
+    softcap: float | None,
+    *,
+    numerics: Numerics,
+    adapter: LogitAdapter | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probabilities, and the gradient of the softcap."""
-    logits_CV = compute_logits(hidden_CD, head_VD, softcap, numerics=numerics)
+    logits_CV = compute_logits(hidden_CD, head_VD, softcap, numerics=numerics, adapter=adapter)
     softcap_grad_CV = None if softcap is None else 1 - (logits_CV / softcap).square()
     return torch.log_softmax(logits_CV if temperature == 1.0 else logits_CV.div_(temperature), dim=-1), softcap_grad_CV
 
@@ -204,9 +242,10 @@ def compute_local_logits(
     vocabulary: VocabPartition,
     *,
     numerics: Numerics,
+    adapter: LogitAdapter | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the logits of this rank's rows, very negative for padding, and the gradient of the softcap."""
-    logits_CV = compute_logits(hidden_CD, head_VD, softcap, numerics=numerics)
+    logits_CV = compute_logits(hidden_CD, head_VD, softcap, numerics=numerics, adapter=adapter)
     softcap_grad_CV = None if softcap is None else 1 - (logits_CV / softcap).square()
     if temperature != 1.0:
         logits_CV.div_(temperature)

@@ -30,7 +30,8 @@ from miles.train.dp_group import SINGLE_RANK
 
 
 def lora_of(spec: DecoderSpec, form: str) -> LoraSpec:
-    targets = select_targets(spec, "all-linear" if form == "dora" else "*", None)
+    words = {"dora": "all-linear", "output layer": "*, lm_head"}.get(form, "*")
+    targets = select_targets(spec, words, None)
     is_shared, is_dora = form in ("shared", "dora of shared experts"), form.startswith("dora")
     more = {"shared_outer": is_shared, "use_dora": is_dora, "dropout": 0.3 if form == "dropout" else 0.0}
     return LoraSpec(rank=4, alpha=6.0, targets=targets, **more)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from tests.train.small_trainer import DENSE, MOE, distance, model, ragged, step, weights, worker
 
-from miles.backends.fsdp.lora_model import LoraModel, LoraReference
+from miles.backends.fsdp.lora_model import LoraModel, LoraReference, UnmergedLoraModel
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.engine import NativeEngine
 from miles.cluster.executor import InlineExecutor
@@ -60,8 +60,10 @@ def test_adapters_learn_what_they_are_rewarded_for(tmp_path, checkpointing):
     assert reported[-1]["loss"] < reported[0]["loss"]
 
 
+UNTIED = DENSE | {"tie_word_embeddings": False}
 FORMS = {
     "plain": {},
+    "output layer": {"config": UNTIED, "wanted": "attn, lm_head"},
     "experts": {"config": MOE, "wanted": "*"},
     "shared experts": {"config": MOE, "wanted": "experts", "lora": {"shared_outer": True}},
     "dora": {"lora": {"use_dora": True, "use_rslora": True}},
@@ -71,6 +73,24 @@ FORMS = {
     "dropout of experts": {"config": MOE, "wanted": "*", "lora": {"dropout": 0.2}, "gradient_checkpointing": True},
     "dropout, recomputed": {"lora": {"dropout": 0.2}, "gradient_checkpointing": True},
 }
+
+
+@pytest.mark.parametrize("wanted", ["lm_head", "all-linear, lm_head"])
+def test_an_adapter_of_the_output_layer_trains_merged_as_beside_its_weight(tmp_path, wanted):
+    trainers = []
+    for kind in (LoraModel, UnmergedLoraModel):
+        targets = select_targets(spec_from_config(UNTIED), wanted, None)
+        lora = LoraSpec(rank=2, alpha=4.0, targets=targets)
+        trainers.append(worker(kind(model(UNTIED, frozen=True), lora, base=tmp_path, seed=1)))
+    before = weights(trainers[0])["lm_head.weight"]
+    for number in range(3):
+        merged, beside = (step(trainer, ragged(seed=number), number).metrics for trainer in trainers)
+        for name in ("loss", "grad_norm"):
+            assert merged[name] == pytest.approx(beside[name], rel=1e-4, abs=1e-6), (number, name)
+    after, base = weights(trainers[0]), weights(trainers[1])
+    assert torch.equal(base["lm_head.weight"], before) and not torch.equal(after["lm_head.weight"], before)
+    product = 2.0 * (base["lm_head.lora_b"] @ base["lm_head.lora_a"])
+    torch.testing.assert_close(after["lm_head.weight"], before + product, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -25,6 +25,7 @@ FOUR = {
 DENSE = ("fsdp", "tp", "tp+sp", "cp")
 CASES = [
     ("qwen3", DENSE, "plain"),
+    ("qwen3", DENSE, "output layer"),
     ("qwen3", ("fsdp", "tp", "tp+sp", "cp"), "dora"),
     ("qwen3 moe", tuple(TWO), "plain"),
     ("qwen3 moe", ("tp", "ep"), "shared"),

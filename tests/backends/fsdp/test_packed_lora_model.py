@@ -23,14 +23,14 @@ from miles.precision.quantized_tensor import QuantizedTensor
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
 
-def packed_actor(folder, config=DENSE, *, name="int4_g32", dtype=torch.float32, seed=0, rank=2, **more):
+def packed_actor(folder, config=DENSE, *, name="int4_g32", dtype=torch.float32, seed=0, rank=2, wanted=None, **more):
     """Adapters beside a packed model, whose random weights come of ``seed``."""
     config = config | SIZES | ({"moe_intermediate_size": 32} if config is MOE else {})
     spec = spec_from_config(config)
     base = folder / f"base-{seed}"
     if not base.exists():
         hf.export(hf.init_random(spec, seed=seed, device="cpu", dtype=dtype), base, config=config)
-    lora = LoraSpec(rank=rank, alpha=4.0, targets=select_targets(spec, None, None))
+    lora = LoraSpec(rank=rank, alpha=4.0, targets=select_targets(spec, wanted, None))
     spec = replace(spec, quantization=QuantizationSpec(format=FORMATS[name], packed=True))
     decoder = hf.load_model(base, spec, device="cpu", dtype=dtype)
     return UnmergedLoraModel(LocalModel(decoder, config=config, frozen=True, **more), lora, base=base, seed=1)
@@ -48,6 +48,8 @@ def merged(actor):
     for name, quantized in plan_quantization(spec).items():
         block = row_block(quantized.format, params[name].shape[-2], quantized.segments)
         found[name] = dequantize(QuantizedTensor.from_tensors(quantized.format, name, params, block), torch.float32)
+    if not spec.tie_embeddings:  # which is not packed
+        found["lm_head.weight"] = params["lm_head.weight"].detach().clone()
     for name, targets in actor.adapters().targets_by_param.items():
         for target in targets:
             a_rI, b_Or = (factor.detach() for factor in actor.adapters().factors(target))
@@ -93,9 +95,15 @@ def test_adapters_learn_what_they_are_rewarded_for(tmp_path, checkpointing):
     assert reported[-1]["loss"] < reported[0]["loss"]
 
 
-@pytest.mark.parametrize("save_dtype", [None, torch.bfloat16])
-def test_a_checkpoint_is_the_merged_model_and_goes_on_to_the_bit(tmp_path, save_dtype):
-    one, two = (worker(packed_actor(tmp_path, save_dtype=save_dtype)) for _ in range(2))
+UNTIED = DENSE | {"tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize(
+    ("save_dtype", "more"),
+    [(None, {}), (torch.bfloat16, {}), (None, {"config": UNTIED, "wanted": "all-linear, lm_head"})],
+)
+def test_a_checkpoint_is_the_merged_model_and_goes_on_to_the_bit(tmp_path, save_dtype, more):
+    one, two = (worker(packed_actor(tmp_path, save_dtype=save_dtype, **more)) for _ in range(2))
     for number in range(2):
         step(one, ragged(seed=number), number)
     kept, alone = tmp_path / "kept", tmp_path / "alone"

@@ -19,7 +19,7 @@ def random_adapter(spec: DecoderSpec, seed: int, *, rank=4, alpha=8.0, only=None
     targets = [
         t
         for t in list_targets(spec)
-        if not t.is_vision and not t.num_experts and t.short_name in (only or (t.short_name,))
+        if not t.is_vision and not t.num_experts and (t.short_name in only if only else not t.is_head)
     ]
     tensors = {}
     for target in targets:
@@ -48,7 +48,10 @@ def merged_model(model: PreTrainedModel, factors: LoraFactors | None) -> PreTrai
     with torch.no_grad():
         for module, own in ({} if factors is None else factors.modules).items():
             # what checkpoints of Mixtral and Kimi-Linear name otherwise than transformers' modules
-            weight = model.get_submodule(module.replace(".block_sparse_moe.", ".mlp.")).weight
+            owner = model.get_submodule(module.replace(".block_sparse_moe.", ".mlp."))
+            if module == "lm_head":  # which may be the embedding, and is not from now on
+                owner.weight = torch.nn.Parameter(owner.weight.clone())
+            weight = owner.weight
             delta = own.scale * (own.b_Or.double() @ own.a_rI.double())
             weight.copy_((weight.double() + delta).to(weight.dtype))
     return model

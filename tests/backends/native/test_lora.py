@@ -127,6 +127,38 @@ def test_adapters_of_other_kinds_of_models_too(kind):
         expect(kind, name, output)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2 tied", pytest.param("gemma2", marks=pytest.mark.extended)])
+def test_adapters_of_the_output_layer_are_batched_with_others(kind):
+    """Of a model with tied embeddings they change the logits, and not the embedding."""
+    model, decoder = pair(kind)
+    spec = decoder.spec
+    modules = list_served_modules(spec, ("all", "lm_head"), decoder.numerics)
+    assert "lm_head" in modules and "lm_head" not in list_served_modules(spec, (), decoder.numerics)
+    names = sorted({module.rpartition(".")[2] for module in modules} - {"lm_head"})
+    own = {
+        "head": random_factors(spec, 1, rank=3, only=["lm_head"]),
+        "plain": random_factors(spec, 2, rank=2, only=names),
+        "both": random_factors(spec, 3, rank=7, alpha=3.0, only=["lm_head", *names]),
+    }
+    engine = Tiny().engine(decoder, lora=LoraShape(num_slots=2, max_rank=8, modules=modules), **KNOBS)
+    for name, factors in own.items():
+        engine.load_lora(name, factors)
+    asked = [
+        (prompt, name, replace(NEW, seed=i))
+        for i, (prompt, name) in enumerate([(p, n) for n in ("head", None, "both", "plain") for p in (LONG, SHORT)])
+    ]
+    models = {name: merged_model(model, own.get(name)) for name in ("head", None, "both", "plain")}
+    for output, (_, name, _) in zip(asyncio.run(ask(engine, *asked)), asked, strict=True):
+        tokens = torch.tensor([[*output.request.tokens.tolist(), *output.tokens]])
+        with torch.no_grad():
+            logprobs = models[name](tokens).logits[0].double().log_softmax(-1)
+        wanted = logprobs[:-1].gather(1, tokens[0, 1:, None]).squeeze(1)
+        got = [*output.prompt_logprobs.logprobs[1:], *output.logprobs]
+        np.testing.assert_allclose(got, wanted.numpy(), atol=2e-4, rtol=1e-3)
+    with pytest.raises(UsageError, match="an adapter of lm_head, which is not among the modules"):
+        build_engine(kind, names=()).load_lora("head", own["head"])
+
+
 def test_requests_that_lose_their_pages_go_on_with_their_adapter():
     engine = build_engine(slots=3, kv_tokens=104, max_running=6)
     asked = [(p, name, replace(NEW, max_new_tokens=18)) for p, name, _ in MIXED[4:]]

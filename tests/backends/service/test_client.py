@@ -113,6 +113,26 @@ def test_custom_losses_have_the_gradient_of_the_function(client, model):
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
+def test_an_adapter_of_the_output_layer_alone_is_trained_and_sampled_from(client, model):
+    flags = {"train_attn": False, "train_mlp": False}
+    run = client.create_lora_training_client(base_model=str(model), rank=4, seed=1, **flags)
+    losses = []
+    for _ in range(4):
+        losses.append(run.forward_backward(DATA, "cross_entropy").result().metrics["loss:sum"])
+        run.optim_step(ADAM).result()
+    assert losses[-1] < losses[0]
+    forward = run.forward(DATA[:1], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+    scored = run.save_weights_and_get_sampling_client().compute_logprobs(types.ModelInput.from_ints(PROMPT)).result()
+    np.testing.assert_allclose(forward, scored[1:], atol=1e-4)
+    resumed = client.create_training_client_from_state_with_optimizer(run.save_state("head").result().path)
+    again = []
+    for each in (run, resumed):
+        each.forward_backward(DATA, "cross_entropy").result()
+        each.optim_step(ADAM).result()
+        again.append(each.forward(DATA, "cross_entropy").result().metrics["loss:sum"])
+    assert again[0] == again[1] < losses[-1]
+
+
 def test_states_are_saved_and_loaded(client, model):
     run = client.create_lora_training_client(base_model=str(model), rank=4, seed=1)
     run.forward_backward(DATA, "cross_entropy")
@@ -211,11 +231,16 @@ def test_checkpoints_are_listed_downloaded_and_deleted(client, model):
     assert (found.lora_rank, found.user_metadata) == (4, {"name": "mine"})
     assert found.last_checkpoint.tinker_path == saved and found.last_sampler_checkpoint.tinker_path == sampler
     assert run.model_id in {each.training_run_id for each in rest.list_training_runs().result().training_runs}
-    assert rest.get_weights_info_by_tinker_path(saved).result().lora_rank == 4
+    info = rest.get_weights_info_by_tinker_path(saved).result()
+    assert (info.lora_rank, info.train_attn, info.train_mlp, info.train_unembed) == (4, True, True, True)
     urls = rest.get_external_weights_urls(external).result().urls
     assert set(urls) == {"adapter_config.json", "adapter_model.safetensors"}
     with urllib.request.urlopen(urls["adapter_model.safetensors"]) as response:
-        assert all("lora_" in name for name in load(response.read()))
+        names = set(load(response.read()))
+    assert all("lora_" in name for name in names)
+    assert {name for name in names if "lm_head" in name} == {
+        f"base_model.model.lm_head.lora_{factor}.weight" for factor in "AB"
+    }
     rest.set_checkpoint_ttl_from_tinker_path(saved, None).result()
     rest.delete_checkpoint_from_tinker_path(sampler).result()
     left = rest.list_checkpoints(run.model_id).result().checkpoints

@@ -266,6 +266,15 @@ def test_errors_have_one_sentence_and_a_status(alice, path, body, status, words)
     assert found == status and words in reply["detail"]
 
 
+def test_an_adapter_without_any_target_is_refused(alice, model):
+    _, session = alice.send("POST", "/api/v1/create_session", {"tags": [], "sdk_version": "0"})
+    assert session["info_message"] == "Adapters cover attention, MLPs, the output layer."
+    lora = {"rank": 2, "train_attn": False, "train_mlp": False, "train_unembed": False}
+    body = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": str(model), "lora_config": lora}
+    status, reply = alice.send("POST", "/api/v1/create_model", body)
+    assert status == 422 and "nothing would be trained" in reply["detail"]
+
+
 def test_bodies_that_cannot_be_read_are_refused(alice):
     for body, kind, status in (
         (b"\xff\xff", "application/x-protobuf", 400),

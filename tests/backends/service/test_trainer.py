@@ -1,5 +1,6 @@
 """The trainer of several adapters: each gets what PEFT and torch compute for it alone, whatever else is in the pass."""
 
+import asyncio
 import copy
 import functools
 import json
@@ -8,22 +9,28 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from tests.backends.native.conftest import Tiny
 from tests.models.oracle import hf_model, twin
 
+from miles.backends.native.engine.lora import LoraShape
+from miles.backends.native.engine.request import GenerateRequest
 from miles.backends.service.adapter import AdamParams, AdapterShape, write_peft
 from miles.backends.service.losses import LOSSES
 from miles.backends.service.messages import Datum, TrainRequest
 from miles.backends.service.trainer import MultiLoraTrainer, PassItem, check_data, split_data
+from miles.core.protocols import SamplingParams
 from miles.kernels.numerics import BATCH_INVARIANT
 from miles.models.decoder import Decoder
+from miles.models.lora.factors import read_factors
 from miles.models.lora.targets import list_targets
 from miles.rollout.serving.errors import RequestError
 
 SHAPES = [
-    AdapterShape(rank=4, alpha=32, seed=1),
+    AdapterShape(rank=4, alpha=32, seed=1, train_unembed=True),
     AdapterShape(rank=2, alpha=8, seed=2, train_mlp=False),
     AdapterShape(rank=7, alpha=32, seed=3, train_attn=False),
 ]
+HEAD = AdapterShape(rank=3, alpha=8, seed=4, train_attn=False, train_mlp=False, train_unembed=True)
 
 
 @functools.cache
@@ -73,9 +80,9 @@ def gradients(adapter):
     return {name: tensor for name, tensor in adapter.collect_state().items() if name.endswith(":grad")}
 
 
-def peft_model(trainer, adapter, tmp_path):
+def peft_model(trainer, adapter, tmp_path, kind="qwen3"):
     write_peft(tmp_path, adapter, trainer.decoder.spec, "base")
-    return PeftModel.from_pretrained(copy.deepcopy(base()), tmp_path, is_trainable=True)
+    return PeftModel.from_pretrained(copy.deepcopy(base(kind)), tmp_path, is_trainable=True)
 
 
 def reference_loss(loss_fn, logp, inputs, low=0.8, high=1.2, beta=0.05):
@@ -97,14 +104,18 @@ def reference_loss(loss_fn, logp, inputs, low=0.8, high=1.2, beta=0.05):
     return -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages).sum()
 
 
-@pytest.mark.parametrize("loss_fn", list(LOSSES))
-def test_gradients_of_adapters_in_one_pass_are_those_of_peft(loss_fn, tmp_path):
-    trainer = build_trainer()
-    adapters = [create(trainer, shape) for shape in SHAPES]
-    data = [random_data(i, lengths) for i, lengths in enumerate(((5, 9), (12,), (3, 7, 4)))]
+@pytest.mark.parametrize(
+    ("loss_fn", "kind"),
+    [*((loss_fn, "qwen3") for loss_fn in LOSSES), ("cross_entropy", "qwen2 tied"), ("cross_entropy", "gemma2")],
+)
+def test_gradients_of_adapters_in_one_pass_are_those_of_peft(loss_fn, kind, tmp_path):
+    trainer = build_trainer(kind)
+    adapters = [create(trainer, shape) for shape in (*SHAPES, HEAD)]
+    lengths = ((5, 9), (12,), (3, 7, 4), (6,))
+    data = [random_data(i, own, base(kind).config.vocab_size) for i, own in enumerate(lengths)]
     outputs = trainer.run([make_item(*each, loss_fn) for each in zip(adapters, data, strict=True)])
     for number, (adapter, own, output) in enumerate(zip(adapters, data, outputs, strict=True)):
-        oracle = peft_model(trainer, adapter, tmp_path / str(number))
+        oracle = peft_model(trainer, adapter, tmp_path / str(number), kind)
         total = 0.0
         for datum, got in zip(own, output.outputs, strict=True):
             logits = oracle(torch.from_numpy(datum.tokens_N)[None]).logits[0]
@@ -153,6 +164,42 @@ def test_with_batch_invariant_numerics_log_probs_do_not_depend_on_the_pass_at_al
         (alone,) = trainer.run([make_item(adapter, own, backward=False)])
         for one, two in zip(output.outputs, alone.outputs, strict=True):
             np.testing.assert_array_equal(one["logprobs"], two["logprobs"])
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2 tied"])
+def test_with_exact_parity_the_engine_scores_with_the_bits_of_the_trainer(kind, tmp_path):
+    decoder = twin(base(kind))
+    exact = Decoder(decoder.spec, device="cpu", dtype=torch.bfloat16, numerics=BATCH_INVARIANT)
+    exact.load_state_dict(decoder.state_dict())
+    modules = tuple(target.module for target in list_targets(decoder.spec))
+    trainer = MultiLoraTrainer(exact, modules, device=torch.device("cpu"))
+    engine = Tiny().engine(exact, lora=LoraShape(num_slots=2, max_rank=8, modules=modules), page_size=4)
+    adapters = {str(number): create(trainer, shape) for number, shape in enumerate((SHAPES[0], HEAD))}
+    for name, adapter in adapters.items():
+        write_peft(tmp_path / name, adapter, decoder.spec, "base")
+        engine.load_lora(name, read_factors(tmp_path / name, decoder.spec))
+    data = random_data(1, (9, 13), base(kind).config.vocab_size)
+    items = [make_item(adapters[name], [datum], backward=False) for name, datum in zip("01", data, strict=True)]
+    trained = trainer.run(items)
+
+    async def score():
+        asked = [
+            engine.submit(
+                GenerateRequest(
+                    tokens=np.append(datum.tokens_N, datum.inputs["target_tokens"][-1]).astype(np.int32),
+                    sampling=SamplingParams(max_new_tokens=0),
+                    lora=name,
+                    logprob_start_len=0,
+                )
+            )
+            for name, datum in zip("01", data, strict=True)
+        ]
+        for output in asked:
+            await output.completion()
+        return [np.array(output.prompt_logprobs.logprobs[1:], np.float32) for output in asked]
+
+    for output, scores in zip(trained, asyncio.run(score()), strict=True):
+        np.testing.assert_array_equal(output.outputs[0]["logprobs"], scores)
 
 
 def test_gradients_add_up_and_a_forward_alone_adds_none():

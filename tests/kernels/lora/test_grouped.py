@@ -17,6 +17,7 @@ from tests.kernels.device import DEVICE, DTYPES, ROUNDING, apart, needs_triton, 
 from tests.tiers import examples
 
 from miles.kernels.fused.activation import gated_activation
+from miles.kernels.fused.lm_head import HeadLora, compute_logits
 from miles.kernels.lora import grouped
 from miles.kernels.lora.grouped import LoraPlan, LoraSlots, build_tiles, count_tiles, split_columns
 from miles.kernels.numerics import FAST, numerics_from_parity
@@ -46,7 +47,7 @@ def make_slots(inputs, dtype=torch.float32, max_rank=MAX_RANK, spans=SPANS, rank
         a_SPRI=a_SPRI,
         b_SOR=b_SOR,
         ranks_SP=torch.tensor(ranks, dtype=torch.int32, device=DEVICE),
-        scales_SP=torch.tensor(SCALES[: len(ranks)], device=DEVICE),
+        scales_SP=torch.tensor([own[: len(spans)] for own in SCALES[: len(ranks)]], device=DEVICE),
         columns_C4=torch.from_numpy(split_columns(spans)).to(DEVICE),
         spans=tuple(spans),
     )
@@ -106,6 +107,50 @@ def test_a_row_comes_out_the_same_whatever_rows_are_beside_it(splits):
             y_TN[row : row + 1].clone(), x_TI[row : row + 1], slots, make_plan([MIXED[row]]), splits=splits
         )
         assert torch.equal(alone[0], together[row])
+
+
+@needs_triton
+def test_logits_get_the_product_in_float32(poisoned):
+    """Of factors in half precision only the low-rank rows are rounded, as where a trainer computes log-probs."""
+    dtype = torch.float16
+    slots = make_slots(48, dtype, spans=((0, 200),), ranks=[[16], [3], [24], [0]])
+    x_TI, y_TN = random(30, 48, dtype=dtype), random(30, 200)
+    plan = make_plan(MIXED, padding=3)
+    kernel = grouped.launch_grouped_lora(y_TN.clone(), x_TI, slots, plan)
+    reference = grouped.add_grouped_lora_reference(y_TN.clone(), x_TI, slots, plan, numerics=FAST)
+    wanted = y_TN.clone()
+    for slot, rank in enumerate((16, 3, 24)):
+        rows = [row for row, own in enumerate(MIXED) if own == slot]
+        head = HeadLora(
+            a_rD=slots.a_SPRI[slot, 0, :rank],
+            b_Vr=slots.b_SOR[slot, :, :rank].contiguous(),
+            scale=SCALES[slot][0],
+            numerics=FAST,
+        )
+        wanted[rows] = head(wanted[rows], x_TI[rows])
+    assert kernel.dtype == torch.float32
+    assert apart(kernel, wanted) < 1e-4 and apart(reference, wanted) < 1e-4
+    without = [row for row, slot in enumerate(MIXED) if slot in (-1, 3)]
+    assert torch.equal(kernel[without], y_TN[without])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_exact_parity_logits_have_the_bits_of_the_trainer(dtype):
+    slots = make_slots(48, dtype, spans=((0, 200),), ranks=[[16], [3], [24], [0]])
+    x_TI, head_VD = random(30, 48, dtype=dtype), random(200, 48, dtype=dtype)
+    with torch.inference_mode():
+        served = compute_logits(
+            x_TI,
+            head_VD,
+            7.0,
+            numerics=EXACT,
+            adapter=lambda y, x: grouped.add_grouped_lora(y, x, slots, make_plan(MIXED), numerics=EXACT),
+        )
+    a_rD, b_Vr = slots.a_SPRI[1, 0, :3].contiguous(), slots.b_SOR[1, :, :3].contiguous()
+    head = HeadLora(a_rD=a_rD, b_Vr=b_Vr, scale=SCALES[1][0], numerics=EXACT)
+    rows = [row for row, slot in enumerate(MIXED) if slot == 1]
+    with torch.no_grad():
+        assert torch.equal(served[rows], compute_logits(x_TI[rows], head_VD, 7.0, numerics=EXACT, adapter=head))
 
 
 GATED = ((0, 36), (36, 72))
@@ -217,6 +262,9 @@ slots = LoraSlots(
 )
 plan = LoraPlan(rows_T=torch.from_numpy(rows), tiles_G3=torch.from_numpy(tiles), tile_rows=tile_rows)
 launch_grouped_lora(torch.zeros(4, 6144, dtype=half), torch.zeros(4, 4096, dtype=half), slots, plan)
+assert names == ["shrink_kernel", "expand_kernel"], names
+launch_grouped_lora(torch.zeros(4, 6144), torch.zeros(4, 4096, dtype=half), slots, plan)  # logits
+names = names[2:]
 assert names == ["shrink_kernel", "expand_kernel"], names
 slots = LoraSlots(
     a_SPRI=torch.zeros(2, 2, max_rank, 4096, dtype=half),

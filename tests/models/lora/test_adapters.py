@@ -172,12 +172,16 @@ def test_every_model_has_projections_and_each_is_a_matrix_of_its_checkpoint(kind
     assert found and len({target.module for target in found}) == len(found)
     assert not any(word in target.module for target in found for word in ("norm", "router", "embed"))
     stored = {piece.hf_name for pieces in param_map.build_param_map(spec).values() for piece in pieces}
+    assert [target.param_name for target in found if target.is_head] == ["lm_head.weight"]
     for target in found:
+        if target.is_head and spec.tie_embeddings:
+            assert (target.outputs, target.inputs) == (spec.vocab_size, spec.hidden_size)
+            continue
         names = (target.piece.hf_name,) if target.is_stacked else [f"{module}.weight" for module in target.modules]
         assert stored.issuperset(names), target.module
     experts = {target.param_name for target in found if target.group == "experts"}
     assert len(experts) == 2 * len(spec.moe_layers)
-    assert not any(target.group == "experts" for target in select_targets(spec, "all-linear", None))
+    assert not any(t.group == "experts" or t.is_head for t in select_targets(spec, "all-linear", None))
 
 
 def test_targets_are_named_by_group_by_name_or_in_full():
@@ -193,6 +197,9 @@ def test_targets_are_named_by_group_by_name_or_in_full():
     assert [t.module for t in select_targets(spec, "layers.1.*", "*.mlp.*, o_proj")] == [
         f"model.layers.1.self_attn.{name}_proj" for name in "qkv"
     ]
+    for word in ("lm_head", "output_layer"):
+        assert [t.module for t in select_targets(spec, word, None)] == ["lm_head"]
+    assert "lm_head" not in {t.module for t in select_targets(spec, "*", None)}
     with pytest.raises(UsageError, match=r"--target-modules c_attn names no projection .*choose among attn, q_proj"):
         select_targets(spec, "c_attn", None)
     with pytest.raises(UsageError, match="leaves no projection"):

@@ -21,6 +21,7 @@ from miles.backends.fsdp import expert_parallel, tensor_parallel
 from miles.backends.fsdp.autograd_collectives import gather_replicated
 from miles.backends.fsdp.device_mesh import FsdpMesh
 from miles.backends.fsdp.fully_shard import accept_no_images, apply_fully_shard
+from miles.backends.fsdp.lora_model import build_head_lora
 from miles.backends.fsdp.master_params import MasterParams
 from miles.backends.fsdp.packed_batch import RankBatch, build_rank_batch
 from miles.backends.fsdp.param_shard import build_param_shards
@@ -90,6 +91,8 @@ class FsdpModel:
             self._decoder.get_parameter(name).requires_grad_(False)
         set_recompute(self._decoder, recompute, recompute_layers)
         self._feature_layers: tuple[int, ...] | None = None
+        self._adapters: LoraAdapters | None = None
+        self._beside = False
         self._stopwatch, self._tokens = Stopwatch(mesh.device), 0
         self._time_layers()
         replicated = apply_fully_shard(
@@ -123,10 +126,14 @@ class FsdpModel:
         """Attach LoRA adapters, which are replicated on every rank, merged into the weights or ``beside`` them; call
         before the first forward.
         """
+        self._adapters, self._beside = adapters, beside
         if beside:
-            adapters.attach_beside(self._decoder, lambda name: self._shards[name].find_rank_part())
+            adapters.attach_beside(self._decoder, self._find_rank_part)
         else:
-            adapters.attach(self._decoder, lambda name: self._shards[name].find_rank_part())
+            adapters.attach(self._decoder, self._find_rank_part)
+
+    def _find_rank_part(self, name: str) -> ParamPart:
+        return self._shards[name].find_rank_part()
 
     def local_part(self, name: str) -> ParamPart:
         """Return which part of a parameter this rank has."""
@@ -247,6 +254,9 @@ class FsdpModel:
         routing = build_routing(self.spec, packed.replay_TLk, rows.routed_cache, device=self.device, fill=packed.fill)
         hidden_rD, features = self._read_features(packed, routing)
         stats = collect_routing_stats(routing, rows.routed_cache, self.mesh.cp_group.sum)
+        lora = None
+        if self._adapters is not None:
+            lora = build_head_lora(self._adapters, merged=not self._beside, part_of=self._find_rank_part)
         return HeadOutput(
             hidden_RD=hidden_rD,
             head_VD=self._decoder.head(),
@@ -258,6 +268,7 @@ class FsdpModel:
             load_LE=stats.load_LE,
             numerics=self.numerics,
             features=features,
+            lora=lora,
         )
 
     def _read_features(self, packed: RankBatch, routing: Routing | None) -> tuple[Tensor, PolicyFeatures | None]:

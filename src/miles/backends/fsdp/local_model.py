@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from miles.backends.fsdp.lora_model import build_head_lora
 from miles.backends.fsdp.routing_replay import RoutingStats, build_routing, collect_routing_stats
 from miles.core.errors import CheckpointError, MilesError
 from miles.kernels.attention.gather_rows import index_rows
@@ -93,6 +94,8 @@ class LocalModel(_Unsharded):
         self._like = like
         self._save_dtype = save_dtype
         self._feature_layers: tuple[int, ...] | None = None
+        self._adapters: LoraAdapters | None = None
+        self._beside = False
         if frozen:
             self.freeze()
         decoder.checkpoint_layers = gradient_checkpointing
@@ -129,6 +132,7 @@ class LocalModel(_Unsharded):
             adapters.attach_to_linears(self._decoder.module)
             return
         assert isinstance(self._decoder, Decoder), "LoRA needs a decoder whose projections it knows"
+        self._adapters, self._beside = adapters, beside
         if beside:
             adapters.attach_beside(self._decoder)
         else:
@@ -200,6 +204,7 @@ class LocalModel(_Unsharded):
             load_LE=read.load_LE,
             numerics=self.numerics,
             features=features,
+            lora=None if self._adapters is None else build_head_lora(self._adapters, merged=not self._beside),
         )
 
     def read(

@@ -36,8 +36,8 @@ class LoraServingConfig:
     )
     lora_target_modules: tuple[str, ...] = option(
         (),
-        "Projections that adapters may target: checkpoint names such as q_proj, experts for the routed ones, all for "
-        "attention and dense MLPs; by default all, and experts that --lora-paths target.",
+        "Projections that adapters may target: names such as q_proj or lm_head, experts for the routed ones, "
+        "all for attention and dense MLPs; by default all, and lm_head and experts that --lora-paths target.",
     )
 
     @property

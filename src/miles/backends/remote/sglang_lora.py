@@ -66,6 +66,8 @@ class AdapterFormat:
 def find_target_problem(spec: DecoderSpec, targets: Iterable[LoraTarget]) -> str | None:
     """Why SGLang does not take adapters of these targets, or None."""
     for target in targets:
+        if target.is_head:
+            return f"{target.module} is the output layer, of which it is sent no adapters"
         parts = target.param_name.split(".")
         if target.is_vision or target.num_experts or parts[2] not in _MODULES or target.short_name not in _PROJECTIONS:
             return f"{target.module} is none of attention's or a dense MLP's projections that it takes adapters of"

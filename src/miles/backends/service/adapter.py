@@ -24,7 +24,7 @@ from miles.models.lora.adapters import encode_factor
 from miles.models.lora.targets import LoraSpec, LoraTarget
 from miles.models.spec import DecoderSpec
 
-__all__ = ["AdamParams", "Adapter", "AdapterShape", "sync_folder", "write_peft"]
+__all__ = ["AdamParams", "Adapter", "AdapterShape", "get_target_flag", "sync_folder", "write_peft"]
 
 _A, _B = "lora_A.weight", "lora_B.weight"
 STATE = "state.safetensors"
@@ -33,12 +33,13 @@ STATE = "state.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterShape:
-    """Rank and targets of an adapter: attention, MLP with routed experts, or both."""
+    """Rank and targets of an adapter: attention, MLP with routed experts, output layer, or several of them."""
 
     rank: int
     alpha: float
     train_attn: bool = True
     train_mlp: bool = True
+    train_unembed: bool = False
     seed: int = 0
 
     @property
@@ -47,7 +48,20 @@ class AdapterShape:
 
     def select(self, targets: tuple[LoraTarget, ...]) -> tuple[LoraTarget, ...]:
         """Return those of the targets that the adapter has."""
-        return tuple(target for target in targets if (self.train_attn if target.group == "attn" else self.train_mlp))
+        return tuple(target for target in targets if getattr(self, get_target_flag(target)))
+
+    def has_same_targets(self, other: AdapterShape) -> bool:
+        """Whether both have factors of the same shapes."""
+        return all(
+            getattr(self, name) == getattr(other, name) for name in ("rank", "train_attn", "train_mlp", "train_unembed")
+        )
+
+
+def get_target_flag(target: LoraTarget) -> str:
+    """Return the name of the flag of an AdapterShape that a target belongs to."""
+    if target.is_head:
+        return "train_unembed"
+    return "train_attn" if target.group == "attn" else "train_mlp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

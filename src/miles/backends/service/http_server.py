@@ -208,7 +208,7 @@ class ServiceServer:
         sdk, warning = fields.text("sdk_version", ""), None
         if sdk and sdk != SUPPORTED_CLIENT:
             warning = f"This server was tested with tinker {SUPPORTED_CLIENT}, not {sdk}."
-        info = "Adapters cover attention and MLP; the unembedding has none (train_unembed has no effect)."
+        info = self.service.describe_targets()
         return json_reply(
             {"type": "create_session", "session_id": session_id, "info_message": info, "warning_message": warning}
         )

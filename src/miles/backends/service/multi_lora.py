@@ -93,7 +93,8 @@ class MultiLora:
         self.targets = targets_from_modules(decoder.spec, modules)
         grouped: dict[str, list[LoraTarget]] = {}
         for target in self.targets:
-            grouped.setdefault(target.param_name, []).append(target)
+            if not target.is_head:  # which the trainer applies to the logits
+                grouped.setdefault(target.param_name, []).append(target)
         self._projections = [_Projection(decoder, n, own) for n, own in grouped.items() if not own[0].num_experts]
         self._experts = [_Experts(decoder, name, own) for name, own in grouped.items() if own[0].num_experts]
 

@@ -30,7 +30,7 @@ _MIN_TTL, _MAX_TTL = 3600, 10 * 366 * 24 * 3600
 
 
 def build_shape(fields: Fields, config: ServiceConfig, run_id: str) -> dict[str, Any]:
-    """Return the shape of a new adapter. The unembedding has no adapter, whatever the request says."""
+    """Return the shape of a new adapter."""
     optimizer = fields.mapping("optimizer_config") or {}
     if optimizer.get("type", "adamw") != "adamw":
         raise RequestError(f"the optimizer {optimizer['type']!r} is not offered; use adamw.", status=422)
@@ -43,10 +43,9 @@ def build_shape(fields: Fields, config: ServiceConfig, run_id: str) -> dict[str,
         alpha=config.service_lora_alpha,
         train_attn=lora.flag("train_attn", True),
         train_mlp=lora.flag("train_mlp", True),
+        train_unembed=lora.flag("train_unembed", True),
         seed=lora.integer("seed", digest, least=0),
     )
-    if not (shape.train_attn or shape.train_mlp):
-        raise RequestError("the unembedding alone cannot be trained; set train_attn or train_mlp.", status=422)
     return asdict(shape)
 
 

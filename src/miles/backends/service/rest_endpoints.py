@@ -77,7 +77,7 @@ class RestEndpoints:
                 "base_model": checkpoint.base_model,
                 "is_lora": True,
                 "lora_rank": shape["rank"],
-                "train_unembed": False,
+                "train_unembed": shape.get("train_unembed", False),
                 "train_mlp": shape["train_mlp"],
                 "train_attn": shape["train_attn"],
             }

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from miles.backends.service.adapter import AdapterShape, get_target_flag
 from miles.backends.service.checkpoint_files import CheckpointFiles
 from miles.backends.service.config import ServiceConfig
 from miles.backends.service.fields import Fields
@@ -65,6 +66,7 @@ class TrainingService:
         self.files = CheckpointFiles(folder, spec, base_model)
         self.sampling = SamplingLoop(engine, self.store, self.files, config.service_quantum)
         self.training = TrainingLoop(trainer, self.store, self.files, tenants, config, run, self.sampling.forget)
+        self.trainer = trainer
         self.engine = engine
         self.spec = spec
         self.max_positions = spec.max_positions
@@ -180,12 +182,30 @@ class TrainingService:
                 "tenant": tenant,
                 "session_id": session.id,
                 "base_model": self.base_model,
-                "shape": build_shape(fields, self.config, run_id),
+                "shape": self._build_shape(fields, run_id),
                 "time": self.store.clock(),
                 "user_metadata": fields.mapping("user_metadata"),
             }
             return await self._accept(tenant, "create_model", run_id, 0, {}, request_id, before=[Record("run", run)])
         return state.find(state.requests, tenant, request_id, "request")
+
+    def describe_targets(self) -> str:
+        """Say what adapters cover, and which flags of a LoRA config have no effect."""
+        parts = {"train_attn": "attention", "train_mlp": "MLPs", "train_unembed": "the output layer"}
+        covered = {get_target_flag(target) for target in self.trainer.targets}
+        names = ", ".join(name for flag, name in parts.items() if flag in covered)
+        others = "".join(
+            f" {flag} has no effect: --lora-target-modules leaves out {name}."
+            for flag, name in parts.items()
+            if flag not in covered
+        )
+        return f"Adapters cover {names}.{others}"
+
+    def _build_shape(self, fields: Fields, run_id: str) -> dict[str, Any]:
+        shape = build_shape(fields, self.config, run_id)
+        if not AdapterShape(**shape).select(self.trainer.targets):
+            raise RequestError(f"nothing would be trained. {self.describe_targets()}", status=422)
+        return shape
 
     def _check_base(self, name: str) -> None:
         if name != self.base_model:

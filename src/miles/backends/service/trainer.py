@@ -1,9 +1,11 @@
 """Multi-tenant trainer: one packed forward and backward pass over the data of several adapters on one frozen base.
 
 Data of different adapters are neighbours in the batch, each datum a sequence of its own. The loss of a datum depends
-on its own tokens only, so one backward pass computes the gradients of all adapters.
+on its own tokens only, so one backward pass computes the gradients of all adapters. The log-probs of each item are
+computed with its own adapter of the output layer.
 
-Shapes: T tokens of the batch, R targets, N tokens of a datum, K targets of a token, D hidden.
+Shapes: T tokens of the batch, R targets, r those of an item, N tokens of a datum, K targets of a token, D hidden, V
+vocabulary, X rank.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -25,7 +28,7 @@ from miles.kernels.attention.gather_rows import index_rows
 from miles.models.decoder import Decoder
 from miles.models.lora.targets import LoraTarget
 from miles.rollout.serving.errors import RequestError
-from miles.train.logprobs import HeadOutput, compute_logprobs
+from miles.train.logprobs import HeadOutput, TrainedHeadLora, compute_logprobs
 from miles.train.prefix_sharing import build_attention
 
 __all__ = ["MultiLoraTrainer", "PassItem", "PassOutput", "check_data", "split_data"]
@@ -103,6 +106,7 @@ class MultiLoraTrainer:
         self.decoder = decoder
         self.device = device
         self._lora = MultiLora(decoder, modules)
+        self._head = next((target.module for target in self._lora.targets if target.is_head), None)
 
     @property
     def targets(self) -> tuple[LoraTarget, ...]:
@@ -119,19 +123,45 @@ class MultiLoraTrainer:
         lengths = [len(datum.tokens_N) for datum in data]
         segments = _build_segments(items)
         needs_grad = any(item.backward for item in items)
+        heads = [self._build_head(segment) for segment in segments]
         with torch.enable_grad() if needs_grad else torch.no_grad(), self._lora.use(segments, device=self.device):
-            logp_R = self._compute_logprobs(data, lengths)
+            logp_R = self._compute_logprobs(data, lengths, [len(item.data) for item in items], heads)
             losses, outputs = self._compute_losses(items, logp_R)
             if needs_grad:
                 torch.stack([loss for item, loss in zip(items, losses, strict=True) if item.backward]).sum().backward()
+        self._collect_head_grads(segments, heads)
         for item, segment in zip(items, segments, strict=True):
             if segment.grads is not None:
                 item.adapter.add_gradients(segment.grads)
         totals = torch.stack([loss.detach() for loss in losses]).tolist()
         return [PassOutput(outputs=own, loss=total) for own, total in zip(outputs, totals, strict=True)]
 
-    def _compute_logprobs(self, data: Sequence[Datum], lengths: Sequence[int]) -> Tensor:
-        """Return the log-probs of all targets, one datum after the other."""
+    def _build_head(self, segment: LoraSegment) -> TrainedHeadLora | None:
+        """Return the factors of a segment's adapter of the output layer, as leaves of the pass; None without any."""
+        factors = None if self._head is None else segment.adapter.factors.get(self._head)
+        if factors is None:
+            return None
+        a_XD, b_VX = (factor.detach().requires_grad_(segment.grads is not None) for factor in factors)
+        return TrainedHeadLora(a_XD=a_XD, b_VX=b_VX, scale=segment.adapter.scale, merged=False)
+
+    def _collect_head_grads(self, segments: Sequence[LoraSegment], heads: Sequence[TrainedHeadLora | None]) -> None:
+        """Move the gradients of the output layer's factors to their segments."""
+        for segment, head in zip(segments, heads, strict=True):
+            if head is not None and segment.grads is not None and self._head is not None:
+                assert head.a_XD.grad is not None and head.b_VX.grad is not None
+                segment.grads[self._head] = (head.a_XD.grad, head.b_VX.grad)
+
+    def _compute_logprobs(
+        self,
+        data: Sequence[Datum],
+        lengths: Sequence[int],
+        counts: Sequence[int],
+        heads: Sequence[TrainedHeadLora | None],
+    ) -> Tensor:
+        """Return the log-probs of all targets, one datum after the other.
+
+        ``counts`` are the data of each item, and ``heads`` the adapters of the output layer that it has.
+        """
         decoder = self.decoder
         tokens_T = torch.from_numpy(np.concatenate([datum.tokens_N for datum in data])).to(self.device)
         positions_T = torch.cat([torch.arange(length, device=self.device) for length in lengths])
@@ -142,13 +172,20 @@ class MultiLoraTrainer:
         before_R = torch.from_numpy(np.repeat(np.arange(len(counts_T)), counts_T)).to(self.device)
         target_R = torch.from_numpy(np.concatenate([each.reshape(-1) for each in targets])).to(self.device)
         repeated = len(before_R) != len(tokens_T)
-        head = HeadOutput(
-            hidden_RD=index_rows(hidden_TD, before_R, repeated=True) if repeated else hidden_TD,
-            head_VD=decoder.head(),
-            softcap=decoder.spec.logit_softcap,
-            numerics=decoder.numerics,
-        )
-        return compute_logprobs(head, target_R.long())[0]
+        hidden_RD = index_rows(hidden_TD, before_R, repeated=True) if repeated else hidden_TD
+        sizes = iter(int(np.prod(each.shape)) for each in targets)
+        own = [sum(islice(sizes, count)) for count in counts]
+        found: list[Tensor] = []
+        for head, hidden_rD, target_r in zip(heads, hidden_RD.split(own), target_R.long().split(own), strict=True):
+            output = HeadOutput(
+                hidden_RD=hidden_rD,
+                head_VD=decoder.head(),
+                softcap=decoder.spec.logit_softcap,
+                numerics=decoder.numerics,
+                lora=head,
+            )
+            found.append(compute_logprobs(output, target_r)[0])
+        return torch.cat(found)
 
     def _compute_losses(
         self, items: Sequence[PassItem], logp_R: Tensor

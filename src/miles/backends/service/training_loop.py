@@ -282,7 +282,7 @@ class TrainingLoop:
         checkpoint = state.find_checkpoint(request.tenant, content["path"], request.time)
         adapter = self._get_adapter(request.target)
         own, other = AdapterShape(**checkpoint.shape), adapter.shape
-        if (own.rank, own.train_attn, own.train_mlp) != (other.rank, other.train_attn, other.train_mlp):
+        if not own.has_same_targets(other):
             raise RequestError(
                 f"{checkpoint.path} has rank {own.rank} and other targets than this run, which has rank {other.rank}; "
                 "create the run with those of the checkpoint.",

@@ -2,7 +2,8 @@
 
     y[t] += round(round(round(x[t] A_s^T) * scale_s) B_s^T)        s is the adapter slot of row t, per target
 
-This rounds as ``models.layers.lora.add_lora`` does. Rows of one slot are neighbours in tiles that a plan names, so a
+This rounds as ``models.layers.lora.add_lora`` does. Of logits (float32) the last product is not rounded, as in
+``kernels.fused.lm_head``. Rows of one slot are neighbours in tiles that a plan names, so a
 tile reads the factors of its slot once. A row's result depends on the row and its adapter only: neither on the rows
 beside it, nor on where they are in a tile. With one split of the inputs the sums have the order of the
 batch-invariant GEMM. ``add_gated_lora`` does the same in front of a gated activation, which the expand launch computes.
@@ -28,6 +29,7 @@ from torch import Tensor
 from miles.kernels.batch_invariant.linear_triton import is_mma_bitwise_equal
 from miles.kernels.fused.activation import ActivationKind, gated_activation
 from miles.kernels.fused.gemv import linear
+from miles.kernels.fused.lm_head import compute_logits
 from miles.kernels.lora import grouped_triton as kernels
 from miles.kernels.numerics import Numerics
 from miles.kernels.runtime.triton_compat import device_guard, pdl_options, triton, use_triton_inference
@@ -170,7 +172,8 @@ def add_grouped_lora_reference(
             last, rank = first + stop - start, ranks[target]
             if rank:
                 xa_Mr = linear(x_MI, slots.a_SPRI[slot, target, :rank], numerics=numerics) * scales[target]
-                delta_MO = linear(xa_Mr, slots.b_SOR[slot, first:last, :rank].contiguous(), numerics=numerics)
+                multiply = linear if y_TN.dtype == x_TI.dtype else compute_logits
+                delta_MO = multiply(xa_Mr, slots.b_SOR[slot, first:last, :rank].contiguous(), numerics=numerics)
                 y_TN[:, start:stop].index_add_(0, index_M, delta_MO)
             first = last
     return y_TN
@@ -239,7 +242,8 @@ def _launch_shrink(
     y_TN: Tensor, x_TI: Tensor, slots: LoraSlots, plan: LoraPlan, splits: int | None
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the rows times A of each split and target, and the options of the expand launch that follows."""
-    assert y_TN.dtype == x_TI.dtype == slots.a_SPRI.dtype, "factors have the dtype of the rows"
+    assert x_TI.dtype == slots.a_SPRI.dtype, "factors have the dtype of the rows"
+    assert y_TN.dtype in (x_TI.dtype, torch.float32), "outputs have it too, or are logits"
     (tokens, inputs), (_, targets, max_rank, _) = x_TI.shape, slots.a_SPRI.shape
     x_TI = x_TI.contiguous()
     width = triton.next_power_of_2(max(max_rank, 16))

@@ -90,7 +90,7 @@ def _add_product(
     SPLITS: tl.constexpr,
     M: tl.constexpr,
 ) -> tl.tensor:
-    """Sum the splits of a tile and target in order, scale, multiply by B, add to ``y``."""
+    """Sum the splits of a tile and target in order, scale, multiply by B, add to ``y``, which may be wider than B."""
     m_M, r_R = tl.arange(0, M), tl.arange(0, RANK_BLOCK)
     at_MR = (first + m_M).to(tl.int64)[:, None] * (TARGETS * MAX_RANK) + (target * MAX_RANK + r_R)[None, :]
     valid_MR = (m_M < count)[:, None] & (r_R < rank)[None, :]
@@ -98,7 +98,7 @@ def _add_product(
     for split in tl.static_range(1, SPLITS):  # pyright: ignore[reportGeneralTypeIssues]
         part = tokens.to(tl.int64) * split * (TARGETS * MAX_RANK)
         sum_MR += tl.load(xa_ptr + part + at_MR, valid_MR, other=0.0)
-    scaled_MR = (sum_MR.to(y_MN.dtype).to(tl.float32) * scale).to(y_MN.dtype)
+    scaled_MR = (sum_MR.to(factor_NR.dtype).to(tl.float32) * scale).to(factor_NR.dtype)
     delta_MN = tl.dot(scaled_MR, factor_NR.T, input_precision="ieee").to(y_MN.dtype)
     # Between the product and the sum, else the compiler starts the product at y, which rounds otherwise in float32.
     delta_MN = tl.where((m_M < count)[:, None], delta_MN, 0.0)

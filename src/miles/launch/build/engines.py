@@ -37,7 +37,7 @@ from miles.models.draft.spec import DRAFT_PREFIX
 from miles.models.lora.adapters import LoraAdapters
 from miles.models.lora.factors import LoraFactors, read_factors
 from miles.models.lora.layout import build_factor_map
-from miles.models.lora.targets import EXPERTS
+from miles.models.lora.targets import EXPERTS, LM_HEAD
 from miles.models.model_provider import apply_model_provider
 from miles.models.packing import pack_params
 from miles.models.spec import DecoderSpec
@@ -285,8 +285,8 @@ def build_lora_serving(config: LoraServingConfig, spec: DecoderSpec, numerics: N
     modules = list_served_modules(spec, config.lora_target_modules, numerics)
     if not config.lora_target_modules:
         targeted = {module for _, _, factors in adapters.values() for module in factors.modules}
-        experts = list_served_modules(spec, (EXPERTS,), numerics) if spec.moe is not None else ()
-        modules += tuple(module for module in experts if module in targeted)
+        others = (LM_HEAD, EXPERTS) if spec.moe is not None else (LM_HEAD,)
+        modules += tuple(module for module in list_served_modules(spec, others, numerics) if module in targeted)
     largest = max((factors.rank for _, _, factors in adapters.values()), default=_DEFAULT_RANK)
     shape = LoraShape(
         num_slots=config.max_loras_per_batch,

@@ -23,7 +23,7 @@ from miles.models.checkpoint import hf
 from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.decoder import Decoder
 from miles.models.lora.factors import read_factors
-from miles.models.lora.targets import EXPERTS
+from miles.models.lora.targets import EXPERTS, LM_HEAD
 from miles.models.resolve import resolve_spec
 from miles.models.tokenizer import load_tokenizer
 from miles.sync.publish import Publication
@@ -126,7 +126,8 @@ async def build_service(
         trust_remote_code=config.models.trust_remote_code,
     )
     assert isinstance(model, Decoder), "the training service needs the native model"
-    words = config.lora_serving.lora_target_modules or (("all", EXPERTS) if model.spec.moe is not None else ())
+    experts = (EXPERTS,) if model.spec.moe is not None else ()
+    words = config.lora_serving.lora_target_modules or ("all", *experts, LM_HEAD)
     modules = list_served_modules(model.spec, words, numerics)
     trainer = MultiLoraTrainer(
         model, modules, device=device, gradient_checkpointing=service.service_gradient_checkpointing

@@ -194,15 +194,34 @@ def check_lora_fits_model(c: Config) -> Iterator[str]:
         return
     assert lora is not None
     yield from _check_lora_targets(c, lora)
+    head = next((target for target in lora.targets if target.is_head), None)
+    if head is not None and c.train.train_backend != "megatron":
+        yield from _check_lora_head(c, lora, head.module, is_tied=spec.tie_embeddings)
+
+
+def _check_lora_head(c: Config, lora: LoraSpec, module: str, *, is_tied: bool) -> Iterator[str]:
+    adapter = f"--target-modules {module}"
+    if is_tied:
+        yield (
+            f"{adapter} would change the embedding too: this model has one tensor for both (tie_word_embeddings), and "
+            "checkpoints of a run have adapters merged; leave it out, or train it with miles serve --train."
+        )
+    flags = {"--use-dora": lora.use_dora, "--lora-dropout": bool(lora.dropout)}
+    flags["--loss-type rm_loss"] = c.algo.loss_type == "rm_loss"
+    flags["--draft-train with --no-lora-merge"] = is_unmerged(c) and c.train.draft_train != "none"
+    for flag in (flag for flag, is_set in flags.items() if is_set):
+        yield f"{adapter}, an adapter of the output layer, does not work with {flag}; remove one of them."
 
 
 def _check_megatron_lora(c: Config, lora: LoraSpec) -> Iterator[str]:
     backend = "--train-backend megatron"
-    unsupported = next((t for t in lora.targets if t.param_name.split(".")[2] not in ("attention", "mlp")), None)
+    supported = ("attention", "mlp")
+    unsupported = next((t for t in lora.targets if t.is_head or t.param_name.split(".")[2] not in supported), None)
     if unsupported is not None:
         yield (
-            f"{backend} supports adapters of attention and dense MLPs, but not of MLA, shared or routed experts, which "
-            f"{unsupported.module} is one of; choose others with --target-modules, or use --train-backend fsdp."
+            f"{backend} supports adapters of attention and dense MLPs, but not of MLA, shared or routed experts or the "
+            f"output layer, which {unsupported.module} is one of; choose others with --target-modules, or use "
+            "--train-backend fsdp."
         )
     flags = {"--use-dora": lora.use_dora, "--lora-dropout": lora.dropout, "--train-precision": packs_base(c)}
     flags["--no-lora-merge"] = not c.lora.lora_merge

@@ -36,7 +36,15 @@ from miles.models.spec import (
     ShortConvSpec,
 )
 
-__all__ = ["HfSlice", "build_layer_map", "build_param_map", "is_ignorable", "param_shape", "stacked_expert_names"]
+__all__ = [
+    "HfSlice",
+    "build_layer_map",
+    "build_param_map",
+    "is_ignorable",
+    "map_lm_head",
+    "param_shape",
+    "stacked_expert_names",
+]
 
 
 def _map_mixer(mixer: Mixer, width: int, layer: ModuleNames) -> ParamMap:
@@ -138,6 +146,12 @@ def build_param_map(spec: DecoderSpec) -> Mapping[str, tuple[HfSlice, ...]]:
     if spec.vision is not None:
         params |= map_vision(spec.vision, width, names)
     return params
+
+
+def map_lm_head(spec: DecoderSpec) -> HfSlice:
+    """Return the tensor of the output layer, which a checkpoint of a model with tied embeddings may not have."""
+    head = {**HF_NAMES, **find_family(spec.family).names}["lm_head"]
+    return concat_slices((f"{head}.weight", (spec.vocab_size, spec.hidden_size)))[0]
 
 
 def stacked_expert_names(spec: DecoderSpec) -> Mapping[str, str]:

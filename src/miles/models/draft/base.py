@@ -6,9 +6,11 @@ predicts the token at p + 2:
     step 0:  feature = draft.features(hidden_TD, capture)   what the policy computed at position p
     step j:  feature = the draft's own hidden state of step j - 1, with the next token that was drafted
 
-The draft's layers have a KV cache of their own. Step j of a sequence stores its keys and values at position p + j, with
-RoPE at that position; when drafted tokens were verified, step 0 runs again on the accepted positions with the
-policy's features and overwrites them.
+The draft's layers have a KV cache of their own. Step j of a draft with one layer stores its keys and values at position
+p + j, with RoPE at that position; when drafted tokens were verified, step 0 runs again on the accepted positions with
+the policy's features and overwrites them. Of several layers, each has keys of all positions, and step j is the first of
+layer j: an engine stores them at p, since RoPE depends on distances only, and those of steps behind the last layer at
+the positions that follow.
 
 Shapes: T tokens of a forward, D hidden, F feature, V vocabulary of the draft.
 """

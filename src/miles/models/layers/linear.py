@@ -58,7 +58,7 @@ class Linear(nn.Linear):
             return out
         wide = _read_wide(input)
         if self.lora is not None:
-            return add_lora(out, wide, *self._factors(wide.dtype), self.lora, numerics=self.numerics)
+            return add_lora(out, wide, *self.lora_factors(wide.dtype), self.lora, numerics=self.numerics)
         assert self.adapter is not None
         return self.adapter(out, wide)
 
@@ -93,9 +93,10 @@ class Linear(nn.Linear):
         """Return the weight with the products of LoRA factors that are beside it; it must not be packed."""
         if self.lora is None:
             return self.weight
-        return merge_lora(self.weight, *self._factors(self.weight.dtype), self.lora)
+        return merge_lora(self.weight, *self.lora_factors(self.weight.dtype), self.lora)
 
-    def _factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def lora_factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the factors that are beside the weight."""
         if self.read_factors is not None:
             return self.read_factors(dtype)
         return self.get_parameter(LORA_A), self.get_parameter(LORA_B)

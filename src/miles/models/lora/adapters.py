@@ -18,6 +18,8 @@ DoRA trains the length of every row too: W' = round(m / |V| * V) with V = W + sc
 takes |V| as constant, as the paper proposes and PEFT does. Dropout is a term beside the merged weight in training
 forwards, whose masks follow from the seed, the factors, and the number of the micro-batch.
 
+The output layer computes no output of its own: whoever computes log-probs applies its factors (``head_factors``).
+
 Shapes: T tokens, I inputs, O outputs of a projection, N outputs of the fused projection, r rank, E experts, R rows
 sorted by expert.
 """
@@ -55,7 +57,7 @@ from miles.models.layers.linear import Linear
 from miles.models.layers.moe import MoeMlp
 from miles.models.lora.dora import DoraAdapter, ExpertDoraAdapter, compute_dora_scale
 from miles.models.lora.layout import LORA_A, LORA_B, build_layout, factor_name
-from miles.models.lora.targets import LoraSpec, LoraTarget
+from miles.models.lora.targets import LM_HEAD_PARAM, LoraSpec, LoraTarget
 
 # Values of the product that are computed at a time.
 _CHUNK_VALUES = 1 << 24
@@ -404,7 +406,7 @@ class LoraAdapters:
     def attach_beside(self, model: nn.Module, part_of: PartOf = lambda name: WHOLE) -> None:
         """Attach the factors to a decoder's projections, beside their weights; ``part_of`` as in ``attach``."""
         for name, targets in self.targets_by_param.items():
-            parts = self._list_parts(targets, part_of(name))
+            parts = [] if targets[0].is_head else self._list_parts(targets, part_of(name))
             if not parts:
                 continue
             layout = replace(build_layout(self.lora, targets), rows=tuple(part.rows for part in parts))
@@ -420,6 +422,13 @@ class LoraAdapters:
             num_a, num_b = (len(factor) for factor in parts[0].factors(expand=False))
             moe.lora[attribute] = replace(layout, experts=(num_a, num_b))
             moe.read_factors[attribute] = partial(_fuse_factors, parts)
+
+    def head_factors(self, part_of: PartOf = lambda name: WHOLE) -> tuple[Tensor, Tensor] | None:
+        """Return the factors of the output layer for the part of its rows that a rank has; None without any."""
+        if LM_HEAD_PARAM not in self.targets_by_param:
+            return None
+        parts = self.list_parts(LM_HEAD_PARAM, part_of(LM_HEAD_PARAM))
+        return parts[0].factors() if parts else None
 
     def fuse_factors(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the A and B factors of all targets in a decoder's weight, as its decoder would hold them."""
@@ -440,6 +449,8 @@ class LoraAdapters:
         ``part_of`` returns the part of a weight that this decoder has.
         """
         for name, targets in self.targets_by_param.items():
+            if targets[0].is_head:  # whose gradients come from those of the logits (``head_factors``)
+                continue
             if targets[0].num_experts:
                 parts = self._list_parts(targets, part_of(name))
                 path, _, attribute = name.rpartition(".")

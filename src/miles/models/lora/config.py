@@ -34,8 +34,8 @@ class LoraConfig:
     use_dora: bool = option(False, "Also train the magnitude of every output of the adapted projections (DoRA).")
     target_modules: str | None = option(
         None,
-        "Projections with adapters, comma-separated: attn, mlp, experts, names like q_proj or linear_qkv, wildcards, "
-        "one regular expression, vision (.attn, .mlp, .projector); default all-linear: attn, mlp.",
+        "Projections with adapters, comma-separated: attn, mlp, experts, lm_head, names like q_proj, "
+        "wildcards, a regular expression, vision (.attn, .mlp, .projector); default all-linear: attn, mlp.",
     )
     exclude_modules: str | None = option(None, "Projections to exclude from --target-modules, comma-separated.")
     lora_merge: bool = option(

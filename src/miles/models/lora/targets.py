@@ -2,8 +2,12 @@
 
 Targets are the projections of attention (of any kind), of dense MLPs, including shared experts, and of routed experts.
 Routers and gates have none. ``all-linear`` is all of them but the routed experts, which are named ``experts``, by their
-projections (``gate_proj``) or by wildcards. Those of a vision tower have adapters only if they are named as such:
-``vision``, ``vision.attn``, ``vision.mlp``, ``vision.projector``, or by their full names.
+projections (``gate_proj``) or by wildcards. The output layer is a target only if it is named ``lm_head``. Those of a
+vision tower have adapters only if they are named as such: ``vision``, ``vision.attn``, ``vision.mlp``,
+``vision.projector``, or by their full names.
+
+If the embeddings are tied, the output layer has no weight of its own: its adapter changes the logits, and not the
+embedding.
 
 The experts of a layer are one target with one pair of factors per expert. With shared outer factors all experts of a
 layer have one A of gate and up projections, and one B of down projections.
@@ -43,6 +47,9 @@ _PROJECTOR = "vision.projector"
 # Small projections of a mixer that only select or scale.
 _EXCLUDED = ("ba", "b", "f_a", "f_b", "g_a", "g_b", "gate", "indexer")
 EXPERTS = "experts"
+# The output layer: its group, its short name, and its parameter in a decoder, whose weight may be the embedding's.
+LM_HEAD = "lm_head"
+LM_HEAD_PARAM = "lm_head.weight"
 _EXPERT_PARAMS = ("gate_up", "up", "down")
 # Megatron's names of a layer's matrices: module of a layer -> matrix -> name.
 _MEGATRON_ATTENTION = {"qkv": "linear_qkv", "output": "linear_proj"}
@@ -118,6 +125,11 @@ class LoraTarget:
         return self.group.startswith(VISION)
 
     @property
+    def is_head(self) -> bool:
+        """Whether it is the output layer."""
+        return self.group == LM_HEAD
+
+    @property
     def owner(self) -> str:
         """The module that a stacked tensor is a parameter of, for PEFT."""
         return self.piece.hf_name.rpartition(".")[0]
@@ -130,6 +142,8 @@ class LoraTarget:
     @property
     def megatron_name(self) -> str | None:
         """The name that Megatron has for the decoder's matrix, such as linear_qkv."""
+        if self.is_head:
+            return "output_layer"
         parts = self.param_name.removesuffix(".weight").split(".")
         return _MEGATRON_NAMES.get(parts[2], {}).get(parts[-1]) if parts[0] == "layers" else None
 
@@ -216,7 +230,7 @@ def list_targets(spec: DecoderSpec) -> tuple[LoraTarget, ...]:
                 for piece in slices
                 if not piece.transposed and piece.hf_name.endswith(".weight")
             ]
-    return tuple(targets)
+    return (*targets, LoraTarget(LM_HEAD_PARAM, param_map.map_lm_head(spec), LM_HEAD))
 
 
 def _guess_group(module: str) -> str:
@@ -294,7 +308,7 @@ def peft_target_modules(spec: DecoderSpec, targets: Iterable[LoraTarget]) -> lis
     candidates = {
         p.hf_name.removesuffix(".weight") for pieces in param_map.build_param_map(spec).values() for p in pieces
     }
-    clear = {module for module in candidates if module.rpartition(".")[2] in short} == own
+    clear = {module for module in candidates | own if module.rpartition(".")[2] in short} == own
     return sorted(short if clear else own)
 
 
@@ -327,12 +341,14 @@ def _vision_group(name: str, parts: list[str]) -> str | None:
 
 def _matches(target: LoraTarget, word: str) -> bool:
     """Whether a word of --target-modules names a target: a group, a name in full or its end, with wildcards, Megatron's
-    name, or a regular expression for full names.
+    name, or a regular expression for full names. Wildcards do not match the output layer.
     """
     if word == ALL:
-        return not target.is_vision and target.group != EXPERTS
+        return target.group != EXPERTS and not target.is_vision and not target.is_head
     if target.is_vision:
         return word in (VISION, target.group, target.module)
+    if target.is_head:
+        return word in (target.short_name, target.module, target.megatron_name) or _matches_regex(target.module, word)
     if word in (target.group, target.short_name, target.megatron_name):
         return True
     if _matches_name(target.module, word):
@@ -346,9 +362,13 @@ def _matches(target: LoraTarget, word: str) -> bool:
     return all(found)
 
 
+def _matches_regex(name: str, word: str) -> bool:
+    return _REGEX.search(word) is not None and re.fullmatch(word, name) is not None
+
+
 def _matches_name(name: str, word: str) -> bool:
     if _REGEX.search(word):
-        return re.fullmatch(word, name) is not None
+        return _matches_regex(name, word)
     return fnmatchcase(name, word) or fnmatchcase(name, f"*.{word}")
 
 

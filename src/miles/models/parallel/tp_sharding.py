@@ -18,6 +18,7 @@ from miles.core.errors import UsageError
 from miles.models.checkpoint.param_map import build_param_map
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.lora.layout import LORA_A, LORA_B, LoraLayout, factor_name, plan_adapters
+from miles.models.lora.targets import LM_HEAD_PARAM
 from miles.models.quantization import QuantizedParam, plan_quantization
 from miles.models.spec import (
     AttentionSpec,
@@ -266,7 +267,9 @@ def compute_tp_shards(spec: DecoderSpec) -> Mapping[str, TpShard]:
         if quantized.packed:
             table |= _packed_shards(name, table[name], quantized)
     for name, lora in plan_adapters(spec).items():
-        table |= _factor_shards(name, weights[name], lora)
+        # The output layer may have no weight of its own, but the embedding's.
+        weight = vocabulary if name == LM_HEAD_PARAM else weights[name]
+        table |= _factor_shards(name, weight, lora)
     return table
 
 

@@ -189,7 +189,8 @@ def test_replayed_steps_of_a_head_draft_what_eager_ones_do(recording, kind):
 
     answers, counted = generate()
     keys = [key for key in recording if isinstance(key, draft_head_graph.HeadGraphKey)]
-    assert {key.step for key in keys} == {0, 1}
+    # The first step of several layers runs all of them, on rows of their own.
+    assert {key.step for key in keys} == ({0, 1} if kind == "eagle3" else {1})
     assert any(key.has_filter for key in keys)
     with pytest.MonkeyPatch.context() as plain:
         plain.setattr(model_runner, "supports_gpu_kernels", lambda spec, model, device: False)
@@ -501,8 +502,11 @@ def test_graphs_with_adapters_replay_for_other_adapters_and_none(recording, monk
 
     monkeypatch.setattr(grouped, "launch_grouped_lora", counted)
     spec = replace(DENSE, max_positions=64)
-    shape = LoraShape(num_slots=2, max_rank=4, modules=list_served_modules(spec, (), FAST))
-    factors = {f"a{i}": random_factors(spec, i, rank=1 + i, scale=0.5) for i in range(3)}
+    modules = list_served_modules(spec, ("all", "lm_head"), FAST)
+    shape = LoraShape(num_slots=2, max_rank=4, modules=modules)
+    names = {module.rpartition(".")[2] for module in modules}
+    factors = {f"a{i}": random_factors(spec, i, rank=1 + i, scale=0.5, only=names) for i in range(2)}
+    factors["a2"] = random_factors(spec, 2, rank=3, scale=0.5)  # without one of the output layer
     tiny, prompts = Tiny(1), Tiny().prompts(3, high=8)
     rounds = [["a0", None, "a1"], [None, None, None], ["a2", "a2", "a0"], ["a1"]]
 

@@ -17,6 +17,7 @@ from miles.backends.native.runner.lora import list_served_modules
 from miles.cluster.executor import InlineExecutor
 from miles.core.protocols import SamplingParams
 from miles.kernels.numerics import FAST
+from miles.models.lora.targets import list_targets
 from miles.models.spec import LayerSpec, MlpSpec
 
 # Inner channels that two ranks pad, and a gated attention whose queries are wider.
@@ -31,7 +32,10 @@ NEW = SamplingParams(max_new_tokens=5, ignore_eos=True)
 
 
 def build_factors(spec, seed, rank):
-    return random_expert_factors(spec, rank - 1) if spec.moe else random_factors(spec, seed, rank=rank, scale=0.4)
+    if spec.moe:
+        return random_expert_factors(spec, rank - 1)
+    only = None if seed == 1 else {target.short_name for target in list_targets(spec)}
+    return random_factors(spec, seed, rank=rank, scale=0.4, only=only)
 
 
 def ask(engine: NativeEngine, spec):
@@ -57,7 +61,15 @@ def ask(engine: NativeEngine, spec):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("spec", "words"), [(SPEC, ()), (Tiny.moe_spec, ("experts",))], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (SPEC, ("all", "lm_head")),
+        (replace(SPEC, vocab_size=61, tie_embeddings=True), ("all", "lm_head")),
+        (Tiny.moe_spec, ("experts",)),
+    ],
+    ids=["dense", "tied with padded ranks", "experts"],
+)
 def test_ranks_answer_with_adapters_as_one_process_does(spec, words):
     decoder = Tiny().decoder(spec=spec)
     shape = LoraShape(num_slots=2, max_rank=4, modules=list_served_modules(spec, words, FAST))

@@ -6,6 +6,11 @@ computed, and its last row of each request gives the first drafted token; the ot
 hidden state. Branches are its other most likely first tokens. Where it has not run (while drafts did not pay, or at the
 last position of a prompt that several requests share) drafts are worse, and no less lossless.
 
+Of several MTP layers, layer m reads at position p the hidden state of layer m - 1 there, and the token at p + m + 1. So
+it runs behind the first one on all positions whose tokens are known, m less than the first; in step m of a draft it
+runs on the m positions left, with drafted tokens. Its keys are therefore those of all positions, as in training. Steps
+beyond the last layer continue it at the positions that follow.
+
 Shapes: as in ``forward_batch``; F features of the policy.
 """
 
@@ -36,15 +41,23 @@ from miles.backends.native.engine.step_cost import StepCost
 class DraftHead(Protocol):
     """A head with its KV cache, and the policy's features of the step launched last."""
 
-    def run_first(self, batch: ForwardBatch, feature_rows_T: Ints, next_tokens_T: Ints, last_rows_B: Ints) -> Tensor:
+    @property
+    def num_layers(self) -> int:
+        """The number of its layers that run one behind the other, each on the hidden states of the one before."""
+        ...
+
+    def run_first(
+        self, batch: ForwardBatch, feature_rows_T: Ints, next_tokens_T: Ints, last_rows_B: Ints, continues_B: Ints
+    ) -> Tensor:
         """Run on the policy's features; return the drafted tokens behind ``last_rows_B``, one of each request.
 
-        Tokens are those of the policy's vocabulary, sampled as the batch says.
+        Tokens are those of the policy's vocabulary, sampled as the batch says. ``continues_B`` is 1 for requests whose
+        rows follow those of the last call for them.
         """
         ...
 
     def run_next(self, batch: ForwardBatch, step: int) -> Tensor:
-        """Run on the hidden states and tokens of the step before, by request slot; return the next drafted tokens."""
+        """Run on the hidden states and tokens of the steps before, by request slot; return the next drafted tokens."""
         ...
 
     def find_top(self, slots_B: Ints, count: int) -> Tensor:
@@ -100,6 +113,8 @@ class HeadDrafter:
         self._num_branches = num_branches
         self._launched: LaunchedRows | None = None
         self._copied: set[int] = set()
+        # The request of each slot, and the position behind the last one that the head ran on for it.
+        self._ends: dict[int, tuple[Req | None, int]] = {}
 
     def prepare(self, batch: ForwardBatch, *, drafted: bool, needed: bool) -> None:
         """Remember the rows of a step: the head runs on them once their tokens are known."""
@@ -153,7 +168,7 @@ class HeadDrafter:
         tokens, rows = [first_B], [np.arange(len(slots_B))]
         top_Bk = self._head.find_top(slots_B, self._num_branches) if self._num_branches > 1 else None
         for step in range(1, int(lengths_B.max())):
-            rows.append((lengths_B > step).nonzero()[0])
+            rows.append(self._order_rows(slots_B, (lengths_B > step).nonzero()[0], step))
             tokens.append(self._head.run_next(self._build_batch(slots_B[rows[-1]], step), step))
         drafts: dict[int, list[int]] = {}
         for step, (step_rows, step_tokens) in enumerate(zip(rows, self._head.fetch(tokens), strict=True)):
@@ -219,7 +234,17 @@ class HeadDrafter:
             ]
         )
         batch = self._make_batch(slots_B, starts_B, counts_B, copies)
-        tokens_B = self._head.run_first(batch, rows, next_tokens, last_rows_B)
+        places = list(zip(slots_B.tolist(), starts_B.tolist(), strict=True))
+        ends = [self._ends.get(slot, (None, -1)) for slot in slots_B.tolist()]
+        continues_B = np.array(
+            [req is slots.reqs[slot] and end == start for (slot, start), (req, end) in zip(places, ends, strict=True)],
+            np.int64,
+        )
+        self._ends |= {
+            slot: (slots.reqs[slot], start + count)
+            for (slot, start), count in zip(places, counts_B.tolist(), strict=True)
+        }
+        tokens_B = self._head.run_first(batch, rows, next_tokens, last_rows_B, continues_B)
         return slots_B, positions[last_rows_B] + 1 == slots.num_computed_S[slots_B], tokens_B
 
     def _token_at(self, slot: int, position: int) -> int:
@@ -227,10 +252,22 @@ class HeadDrafter:
         assert req is not None
         return req.tokens[position]
 
+    def _order_rows(self, slots_B: Ints, rows: Ints, step: int) -> Ints:
+        """Return the requests that a step runs for; those with one position come first, as in every batch."""
+        computed = self._slots.num_computed_S[slots_B[rows]]
+        return rows[np.argsort((computed > 1) & (1 < step < self._head.num_layers), kind="stable")]
+
     def _build_batch(self, slots_B: Ints, step: int) -> ForwardBatch:
-        """Return the rows of the head's ``step``-th own step: one token behind each request's computed ones."""
-        starts_B = self._slots.num_computed_S[slots_B] - 1 + step
-        return self._make_batch(slots_B, starts_B, np.ones_like(slots_B), NO_COPIES, step)
+        """Return the rows of the head's ``step``-th own step.
+
+        These are the last ``step`` computed positions of each request, on which a layer runs for the first time, or one
+        token behind them, if the last layer continues.
+        """
+        last_B, num_layers = self._slots.num_computed_S[slots_B] - 1, self._head.num_layers
+        if step >= num_layers:
+            return self._make_batch(slots_B, last_B + step - num_layers + 1, np.ones_like(slots_B), NO_COPIES, step)
+        starts_B = np.maximum(last_B - step + 1, 0)
+        return self._make_batch(slots_B, starts_B, last_B - starts_B + 1, NO_COPIES, step)
 
     def _make_batch(
         self, slots_B: Ints, starts_B: Ints, counts_B: Ints, copies: tuple[Ints, Ints], step: int = 0

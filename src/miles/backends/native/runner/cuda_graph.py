@@ -405,9 +405,11 @@ class CudaGraphRunner:
         hidden_nD = decoder(inputs.tokens_n, inputs.positions_n, attention, routing, capture=capture)
         if self._draft is not None and self.features_RF is not None:
             self.features_RF[:n] = self._draft.features(hidden_nD, capture)
+        adapter = decoder.head_lora() if self._lora is None else self._lora.build_logit_adapter()
+        softcap, numerics = decoder.spec.logit_softcap, decoder.numerics
         sample_fn = batch_invariant_sampling.sample_tokens if invariant else sample_tokens
         sample_fn(
-            compute_logits(hidden_nD, decoder.head(), decoder.spec.logit_softcap, numerics=decoder.numerics),
+            compute_logits(hidden_nD, decoder.head(), softcap, numerics=numerics, adapter=adapter),
             columns["temperature"][:n],
             columns["uniform"][:n],
             top_k_B=columns["top_k"][:n],

@@ -87,7 +87,11 @@ class DraftHeadGraphs:
 
     def capture_all(self) -> Iterator[tuple[int, int]]:
         """Capture every batch size and step, the largest first; yield the number done and the total."""
-        steps = range(self._get_kind(self._draft.spec.num_layers) + 1)
+        num_layers = self._draft.spec.num_layers
+        # Step 0 of several layers, and steps of layers on several positions, are not graphs (``draft_head``).
+        steps = [
+            step for step in range(self._get_kind(num_layers) + 1) if num_layers == 1 or step in (1, num_layers - 1)
+        ]
         keys = [HeadGraphKey(size, step, False) for size in reversed(self._batch_sizes) for step in steps]
         for done, key in enumerate(keys):
             if key not in self._graphs:

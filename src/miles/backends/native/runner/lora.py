@@ -1,7 +1,8 @@
 """Unmerged LoRA adapters of a model runner: host copies, device slots, and the rows of each step by adapter.
 
 Slots of a projection are part of the grouped LoRA kernels' inputs; the projection's ``adapter`` adds their products to
-its output, and ``served_lora`` of an MoE layer those of its experts. Steps without adapters run as if there were none.
+its output, and ``served_lora`` of an MoE layer those of its experts. Those of the output layer are added to the logits
+(``build_logit_adapter``). Steps without adapters run as if there were none.
 
 Shapes: as in ``kernels.lora.grouped`` and ``kernels.lora.experts``; B sequences, n rows of a CUDA graph.
 """
@@ -19,6 +20,7 @@ from miles.backends.native.engine.lora import LoraBatch, LoraShape
 from miles.backends.native.engine.request import Ints
 from miles.core.errors import UsageError
 from miles.core.types import Array
+from miles.kernels.fused.lm_head import LogitAdapter
 from miles.kernels.lora.experts import ExpertFactors, ExpertLora
 from miles.kernels.lora.grouped import (
     LoraPlan,
@@ -38,7 +40,7 @@ from miles.models.layers.linear import Linear
 from miles.models.layers.moe import MoeMlp
 from miles.models.lora.factors import LoraFactors
 from miles.models.lora.layout import LORA_A, LORA_B, factor_name, group_targets
-from miles.models.lora.targets import EXPERTS, LoraTarget, list_targets, targets_from_modules
+from miles.models.lora.targets import EXPERTS, LM_HEAD_PARAM, LoraTarget, list_targets, targets_from_modules
 from miles.models.parallel.tp_sharding import compute_tp_shards
 from miles.models.spec import Activation, AdapterSpec, DecoderSpec
 
@@ -52,8 +54,8 @@ _MANY_TILES = 128
 
 
 def list_served_modules(spec: DecoderSpec, words: Sequence[str], numerics: Numerics) -> tuple[str, ...]:
-    """Return the modules that adapters may target: all but routed experts, or those that ``words`` match: names, their
-    last parts, ``experts``, and ``all`` for the former.
+    """Return the modules that adapters may target: all but routed experts and the output layer, or those that ``words``
+    match: names, their last parts, ``experts``, and ``all`` for the former.
 
     UsageError for a word that names no module, or one that is not served beside the weights.
     """
@@ -76,7 +78,7 @@ def list_served_modules(spec: DecoderSpec, words: Sequence[str], numerics: Numer
 
 def _matches(target: LoraTarget, word: str) -> bool:
     if word in ("all", "all-linear"):
-        return not target.num_experts
+        return not target.num_experts and not target.is_head
     return word in (target.short_name, target.module) or (word == EXPERTS and target.num_experts > 0)
 
 
@@ -171,6 +173,8 @@ class LoraRunner:
         self._full_targets = group_targets(targets_from_modules(full_spec, shape.modules))
         self._shards = compute_tp_shards(replace(full_spec, quantization=None, adapters=adapters)) if world > 1 else {}
         targets = group_targets(targets_from_modules(decoder.spec, shape.modules))
+        head = targets.pop(LM_HEAD_PARAM, None)
+        self._head = None if head is None else self._build_slots(head)
         self._projections = {
             name: self._build_projection(decoder, name, own) for name, own in targets.items() if not own[0].num_experts
         }
@@ -179,6 +183,7 @@ class LoraRunner:
             name: self._build_experts(decoder, name, own) for name, own in targets.items() if own[0].num_experts
         }
         self._host: dict[int, dict[str, _HostFactors]] = {}
+        self._slots_T: Ints = np.zeros(0, np.int64)
         self._static = _StaticPlans(max_rows, shape.num_slots, device, self._numerics)
         self.attach(True)  # norms in front of quantized projections keep what adapters read
         for layer in decoder.layers:
@@ -189,22 +194,20 @@ class LoraRunner:
     def _build_projection(self, decoder: Decoder, name: str, targets: Sequence[LoraTarget]) -> _Projection:
         module = decoder.get_submodule(name.removesuffix(".weight"))
         assert isinstance(module, Linear), f"{name} is not a projection"
+        return _Projection(module, self._build_slots(targets), targets, self._step)
+
+    def _build_slots(self, targets: Sequence[LoraTarget]) -> LoraSlots:
         spans = tuple((target.piece.start, target.piece.stop) for target in targets)
         slots, rank = self._shape.num_slots, self._shape.max_rank
         factory = {"device": self._device, "dtype": self._dtype}
         outputs = sum(stop - start for start, stop in spans)
-        return _Projection(
-            module,
-            LoraSlots(
-                a_SPRI=torch.zeros(slots, len(spans), rank, targets[0].inputs, **factory),
-                b_SOR=torch.zeros(slots, outputs, rank, **factory),
-                ranks_SP=torch.zeros(slots, len(spans), dtype=torch.int32, device=self._device),
-                scales_SP=torch.zeros(slots, len(spans), dtype=torch.float32, device=self._device),
-                columns_C4=torch.from_numpy(split_columns(spans)).to(self._device),
-                spans=spans,
-            ),
-            targets,
-            self._step,
+        return LoraSlots(
+            a_SPRI=torch.zeros(slots, len(spans), rank, targets[0].inputs, **factory),
+            b_SOR=torch.zeros(slots, outputs, rank, **factory),
+            ranks_SP=torch.zeros(slots, len(spans), dtype=torch.int32, device=self._device),
+            scales_SP=torch.zeros(slots, len(spans), dtype=torch.float32, device=self._device),
+            columns_C4=torch.from_numpy(split_columns(spans)).to(self._device),
+            spans=spans,
         )
 
     def _build_experts(self, decoder: Decoder, name: str, targets: Sequence[LoraTarget]) -> ExpertFactors:
@@ -275,8 +278,10 @@ class LoraRunner:
         """Copy the adapters that a step loads into their slots; nothing waits for the device."""
         for uid, slot in zip(*(values.tolist() for values in batch.loads), strict=True):
             found = self._host[uid]
-            for name, projection in self._projections.items():
-                slots = projection.slots
+            dense = {name: projection.slots for name, projection in self._projections.items()}
+            if self._head is not None:
+                dense[LM_HEAD_PARAM] = self._head
+            for name, slots in dense.items():
                 places = slots.a_SPRI[slot], slots.b_SOR[slot]
                 self._load_slot(places, slots.ranks_SP[slot], slots.scales_SP[slot], found.get(name))
             for name, factors in self._expert_slots.items():
@@ -298,7 +303,23 @@ class LoraRunner:
 
     def build_plan(self, batch: LoraBatch, counts_B: Ints) -> LoraPlan:
         """Return the plan of an eager step whose sequences compute so many tokens each."""
-        slots_T = np.repeat(batch.slots_B, counts_B)
+        self._slots_T = np.repeat(batch.slots_B, counts_B)
+        return self._build_row_plan(self._slots_T)
+
+    def build_logit_adapter(self, rows_R: Ints | None = None) -> LogitAdapter | None:
+        """Return what adds the step's adapters of the output layer to the logits of these rows; None if it has none.
+
+        Without rows they are all rows of the step, as in CUDA graphs.
+        """
+        head, plan = self._head, self._step.plan
+        if head is None or plan is None:
+            return None
+        if rows_R is not None:
+            plan = self._build_row_plan(self._slots_T[rows_R])
+        return lambda logits_RV, hidden_RD: add_grouped_lora(logits_RV, hidden_RD, head, plan, numerics=self._numerics)
+
+    def _build_row_plan(self, slots_T: Ints) -> LoraPlan:
+        """Return the plan of rows whose slots are given."""
         tile_rows = choose_tile_rows(len(slots_T), self._device, self._numerics)
         rows_T, tiles_G3 = build_tiles(slots_T, tile_rows)
         packed = torch.from_numpy(np.concatenate((tiles_G3.ravel(), rows_T, slots_T.astype(np.int32))))

@@ -49,7 +49,7 @@ from miles.kernels.attention.paged import (
 )
 from miles.kernels.batch_invariant.logprob import compute_target_logprobs
 from miles.kernels.batch_invariant.paged_attention import BatchInvariantPagedBackend
-from miles.kernels.fused.lm_head import compute_logits
+from miles.kernels.fused.lm_head import LogitAdapter, compute_logits
 from miles.kernels.numerics import Numerics
 from miles.models.accounting.image_features import MAX_ENCODED_PATCHES, feature_bytes
 from miles.models.accounting.kv_cache import PerSequenceState, PerTokenCache, cache_layout
@@ -406,7 +406,8 @@ class ModelRunner:
             assert isinstance(self.decoder, Decoder)
             hidden_TD = self.decoder(tokens_T, rope_positions_T, attention, routing, vision, capture=capture)
             self.features_TF = self.draft.features(hidden_TD, capture)
-        logits_DV = self._compute_logits(hidden_TD if len(rows_R) == len(tokens_T) else hidden_TD[device_rows_R])
+        hidden_RD = hidden_TD if len(rows_R) == len(tokens_T) else hidden_TD[device_rows_R]
+        logits_DV = self._compute_logits(hidden_RD, rows_R)
         if len(rows_R) != len(batch.rows_D):
             logits_DV = logits_DV.index_select(0, device_index_D)
         finite_D: Tensor | None = None
@@ -478,8 +479,13 @@ class ModelRunner:
         )
         return PagedAttentionBackend(self._cache, metadata, states)
 
-    def _compute_logits(self, hidden_RD: Tensor) -> Tensor:
-        return compute_logits(hidden_RD, self.decoder.head(), self.spec.logit_softcap, numerics=self.numerics)
+    def _compute_logits(self, hidden_RD: Tensor, rows_R: Ints) -> Tensor:
+        """Return the logits of these rows of the step."""
+        adapter: LogitAdapter | None = self.decoder.head_lora() if isinstance(self.decoder, Decoder) else None
+        if self.lora is not None:
+            adapter = self.lora.build_logit_adapter(rows_R)
+        head, softcap = self.decoder.head(), self.spec.logit_softcap
+        return compute_logits(hidden_RD, head, softcap, numerics=self.numerics, adapter=adapter)
 
     def _score_prompt(
         self, hidden_TD: Tensor, scoring: PromptScoring
@@ -491,7 +497,7 @@ class ModelRunner:
         results: list[tuple[Tensor, Tensor, Tensor]] = []
         for start in range(0, len(scoring.rows_N), rows_per_pass):
             end = start + rows_per_pass
-            logits_RV = self._compute_logits(hidden_TD[rows_N[start:end]]).float()
+            logits_RV = self._compute_logits(hidden_TD[rows_N[start:end]], scoring.rows_N[start:end]).float()
             tokens_R = tokens_N[start:end]
             if self.numerics.batch_invariant:
                 logprobs_RV, lse_R = batch_invariant_logprobs(logits_RV, logits_RV.new_ones(len(logits_RV)))

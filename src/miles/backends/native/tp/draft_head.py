@@ -56,8 +56,14 @@ class TpDraftHead:
         self._ranks = ranks
         self._failing_all_ranks = failing_all_ranks
 
-    def run_first(self, batch: ForwardBatch, feature_rows_T: Ints, next_tokens_T: Ints, last_rows_B: Ints) -> Tensor:
-        return self._call(self._head.run_first, batch, feature_rows_T, next_tokens_T, last_rows_B)
+    @property
+    def num_layers(self) -> int:
+        return self._head.num_layers
+
+    def run_first(
+        self, batch: ForwardBatch, feature_rows_T: Ints, next_tokens_T: Ints, last_rows_B: Ints, continues_B: Ints
+    ) -> Tensor:
+        return self._call(self._head.run_first, batch, feature_rows_T, next_tokens_T, last_rows_B, continues_B)
 
     def run_next(self, batch: ForwardBatch, step: int) -> Tensor:
         return self._call(self._head.run_next, batch, step)

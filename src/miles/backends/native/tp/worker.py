@@ -17,6 +17,7 @@ from torch import Tensor
 
 from miles.backends.native.engine.forward_batch import ForwardBatch, InflightStep
 from miles.backends.native.engine.lora import LoraShape
+from miles.backends.native.engine.request import Ints
 from miles.backends.native.runner.draft_head import HeadLayersRunner
 from miles.backends.native.runner.lora import LoraRunner
 from miles.backends.native.runner.model_runner import ModelRunner
@@ -141,8 +142,8 @@ class TpRankRunner(ModelRunner):
                 self.last_tokens_S.copy_(self.comm.broadcast(self.last_tokens_S))
         return step
 
-    def _compute_logits(self, hidden_RD: Tensor) -> Tensor:
-        shard_RV = super()._compute_logits(hidden_RD)
+    def _compute_logits(self, hidden_RD: Tensor, rows_R: Ints) -> Tensor:
+        shard_RV = super()._compute_logits(hidden_RD, rows_R)
         shards = self.comm.gather(shard_RV) if shard_RV.numel() else [shard_RV] * self.comm.world
         if self.comm.rank == 0:
             return torch.cat(shards, 1)[:, : self.spec.vocab_size]
