@@ -99,3 +99,19 @@ def test_a_reward_model_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path):
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
     files = sorted(folder.glob("model*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def test_a_run_resumes_from_megatrons_checkpoints_in_another_layout(tmp_path: Path):
+    inputs = write_inputs(tmp_path / "inputs")
+    megatron = ("--train-backend", "megatron", "--megatron-use-distributed-optimizer", "--save-interval", "1")
+    pipeline = (*megatron, "--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2")
+    tensor = (*megatron, "--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2")
+    wanted = train(inputs, tmp_path / "whole", *pipeline)
+    run, torch_dist = tmp_path / "run", ("--ckpt-format", "torch_dist", "--keep-checkpoints", "1")
+    run_miles("train", *flags(inputs, run, *pipeline, *torch_dist, "--debug-exit-after-rollout", "2", steps=3))
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert [p.name for p in sorted(run.glob("iter_*"))] == ["iter_0000002"]
+    assert (run / "iter_0000002" / ".metadata").is_file()
+    found = train(inputs, run, *tensor, *torch_dist)
+    assert found == pytest.approx(wanted, abs=1e-6)
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == "3"

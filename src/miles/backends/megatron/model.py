@@ -15,7 +15,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from miles.backends.megatron import patches
+from miles.backends.megatron import checkpoint, patches
 from miles.backends.megatron.buffers import ParamGradBuffers
 from miles.backends.megatron.distributed_optimizer import MegatronOptimizer
 from miles.backends.megatron.flags import DISTRIBUTED_OPTIMIZER, parse_flags
@@ -38,6 +38,7 @@ from miles.models.checkpoint.reader import FileReader
 from miles.models.checkpoint.safetensors_io import StoredTensor, read_config, stored_tensors
 from miles.models.checkpoint.save_plan import SavePlan, plan_save
 from miles.models.checkpoint.tensor_sources import locate_tensors, read_quant_config
+from miles.models.checkpoint.torch_dist import is_torch_dist
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
 from miles.models.lora.adapters import WHOLE, LoraAdapters, ParamPart
@@ -362,7 +363,24 @@ class MegatronModel:
 
     def load(self, folder: Path) -> None:
         """Load this rank's parts: only the tensors of its stage and its own experts are read."""
+        if is_torch_dist(folder):
+            checkpoint.load(self, folder)
+            return
         self.load_decoder(folder, spec_from_config(read_config(folder)), stored_tensors(folder))
+
+    def save_torch_dist(self, folder: Path, optimizer: OptimizerProtocol, *, iteration: int) -> bool:
+        """Write Megatron's distributed checkpoint; the optimizer's state is in it if it is Megatron's."""
+        is_megatrons = isinstance(optimizer, MegatronOptimizer)
+        checkpoint.save(self, folder, optimizer if is_megatrons else None, iteration=iteration)
+        return is_megatrons
+
+    def load_torch_dist(self, folder: Path, optimizer: OptimizerProtocol) -> None:
+        """Load weights and Megatron's optimizer from its distributed checkpoint, of any layout."""
+        if not isinstance(optimizer, MegatronOptimizer):
+            raise CheckpointError(
+                f"{folder} has the state of Megatron's optimizer; resume with --megatron-use-distributed-optimizer."
+            )
+        checkpoint.load(self, folder, optimizer)
 
     @torch.no_grad()
     def load_decoder(self, folder: Path, spec: DecoderSpec, stored: Mapping[str, StoredTensor]) -> None:
