@@ -115,3 +115,6 @@ def test_a_run_resumes_from_megatrons_checkpoints_in_another_layout(tmp_path: Pa
     found = train(inputs, run, *tensor, *torch_dist)
     assert found == pytest.approx(wanted, abs=1e-6)
     assert (run / "latest_checkpointed_iteration.txt").read_text() == "3"
+    run_miles("convert", str(run), str(tmp_path / "hf"), "--format", "float32")
+    one, two = _weights(tmp_path / "whole" / "checkpoints/step-000003"), _weights(tmp_path / "hf")
+    assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)

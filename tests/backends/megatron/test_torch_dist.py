@@ -8,13 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.backends.megatron import cases
 from tests.backends.megatron.test_model import DISTRIBUTED_OPTIMIZER, INTERLEAVED, layout
-from tests.backends.megatron.torch_dist_cases import load_and_train, load_elsewhere, train_and_save
+from tests.backends.megatron.torch_dist_cases import (
+    load_and_export,
+    load_and_train,
+    load_elsewhere,
+    save_weights,
+    train_and_save,
+)
 from tests.pool import ranks
 
 from miles.backends.fsdp.local_model import LocalModel
 from miles.core.errors import CheckpointError
+from miles.launch.main import main
 from miles.models.checkpoint import hf
 from miles.models.checkpoint.safetensors_io import read_config
 
@@ -91,3 +99,35 @@ def test_what_cannot_be_resumed_is_refused_by_name(tmp_path: Path):
     (out / ".metadata").unlink()
     (said,) = ranks(1, load_elsewhere, folder, layout({}), out)
     assert "is incomplete: .metadata is missing" in said
+
+
+CONVERTED = [
+    ("qwen3", {"tensor": 2, "pipeline": 2, "sequence": True}),
+    ("llama", {"pipeline": 2}),
+    ("qwen2", {"tensor": 2}),
+    ("qwen3_moe", {"shard": 2, "expert": 2}),
+    ("qwen2_moe", {"tensor": 2, "sequence": True}),
+    ("deepseek_v3", {"tensor": 2, "pipeline": 2, "sequence": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "sizes"), CONVERTED, ids=str)
+def test_megatron_reads_a_converted_checkpoint_in_any_layout(tmp_path: Path, kind: str, sizes: dict[str, Any]):
+    folder = cases.written(tmp_path / "model", kind)
+    other = cases.written(tmp_path / "other", kind, seed=1)
+    assert main(["convert", str(folder), str(tmp_path / "dist"), "--format", "torch_dist"]) == 0
+    where = layout(sizes)
+    ranks(where.world, load_and_export, other, where, tmp_path / "dist" / "release", tmp_path / "exported")
+    wanted, found = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "exported"))
+    assert wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(("kind", "sizes"), CONVERTED, ids=str)
+def test_what_megatron_wrote_in_any_layout_is_converted(tmp_path: Path, kind: str, sizes: dict[str, Any]):
+    folder, where = cases.written(tmp_path / "model", kind), layout(sizes)
+    ranks(where.world, save_weights, folder, where, tmp_path / "dist" / "iter_0000007")
+    (tmp_path / "dist" / "latest_checkpointed_iteration.txt").write_text("7")
+    words = ("--format", "float32", "--origin-hf-dir", str(folder))
+    assert main(["convert", str(tmp_path / "dist"), str(tmp_path / "out"), *words]) == 0
+    wanted, found = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "out"))
+    assert wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)

@@ -181,6 +181,7 @@ def check_ckpt_format(c: Config) -> Iterator[str]:
         ("--lora-rank", c.lora.is_enabled),
         ("--loss-type rm_loss", c.algo.loss_type == "rm_loss"),
         ("--push-to-hub", c.hub.push_to_hub is not None),
+        ("--save-hf-precision rollout", c.schedule.save_hf_precision == "rollout"),
         ("--policies", bool(c.multi_agent.policies)),
     ):
         if used:
