@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from miles.models.checkpoint.tensor_sources import ParamSource, locate_tensors
 from miles.models.checkpoint.torch_dist import RELEASE, TorchDistReader, TorchDistWriter, write_tracker
 from miles.models.families import spec_from_config
 from miles.models.spec import DecoderSpec
+from miles.train.draft_trainer import DRAFT_FOLDERS
 
 _CHUNK_BYTES = 256 << 20
 _VOCABULARY = ("embedding.weight", "lm_head.weight")
@@ -205,10 +206,14 @@ def plan_from_torch_dist(source: Path, *, origin: Path, dtype: torch.dtype) -> T
             f"{source} has {unused[0]}, which a {spec.family} model of {spec.num_layers} layers does not have; give "
             "the folder of its own model with --origin-hf-dir."
         )
+    save_plan = plan_save(spec, dtype=dtype, like=origin, config=config)
+    if (source / DRAFT_FOLDERS["mtp"]).is_dir():  # MTP layers that a run trained
+        trained = stored_tensors(source / DRAFT_FOLDERS["mtp"])
+        save_plan = replace(save_plan, extra_tensors=tuple({**dict(save_plan.extra_tensors), **trained}.items()))
     return TorchDistPlan(
         source=source,
         spec=spec,
-        save_plan=plan_save(spec, dtype=dtype, like=origin, config=config),
+        save_plan=save_plan,
         mappings=mappings,
         left_out=tuple(sorted(key for key in shapes if not key.startswith(_MODEL_KEYS))),
     )
