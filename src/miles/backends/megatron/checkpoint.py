@@ -19,7 +19,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
 from miles.backends.megatron.distributed_optimizer import MegatronOptimizer
 from miles.core.errors import CheckpointError, UsageError
@@ -43,9 +45,9 @@ class InProcessSaveStrategy(TorchDistSaveShardedStrategy):
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        dcp.save(
+        save_state_dict(
             mcore_to_pyt_state_dict(flat, False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir),
+            storage_writer=FileSystemWriter(checkpoint_dir),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
 
@@ -67,7 +69,7 @@ def save(model: MegatronModel, folder: Path, optimizer: OptimizerProtocol | None
         state[_PROGRESS] = {"updates": megatron_optimizer.updates, "steps": megatron_optimizer.steps}
     try:
         dist_checkpointing.save(state, str(folder), InProcessSaveStrategy())
-    except (CheckpointingException, dcp.api.CheckpointException) as error:
+    except (CheckpointingException, CheckpointException) as error:
         raise CheckpointError(f"Megatron could not write {folder}: {_first_line(error)}") from error
     model.barrier()
 
@@ -89,7 +91,7 @@ def load(model: MegatronModel, folder: Path, optimizer: OptimizerProtocol | None
         )
     try:
         found: Any = dist_checkpointing.load(state, str(folder))
-    except (CheckpointingException, dcp.api.CheckpointException, KeyError) as error:
+    except (CheckpointingException, CheckpointException, KeyError) as error:
         raise CheckpointError(
             f"{folder} cannot be loaded into a {model.spec.family} model of this size: {_first_line(error)}"
         ) from error
@@ -109,7 +111,7 @@ def _read_common(folder: Path) -> dict[str, Any]:
 
 
 def _first_line(error: BaseException) -> str:
-    if isinstance(error, dcp.api.CheckpointException) and error.failures:  # the errors of all ranks
+    if isinstance(error, CheckpointException) and error.failures:  # the errors of all ranks
         return _first_line(next(iter(error.failures.values()))[0])
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]

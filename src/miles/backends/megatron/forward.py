@@ -62,9 +62,8 @@ def run_forward_backward(
 ) -> list[KeptTensors]:
     """Return what the loss callback keeps of every micro-batch, in order; gradients accumulate if grad mode is enabled.
 
-    ``stopwatch`` runs during this rank's forward. ``add_expert_load`` is called with how often each expert was selected
-    for this rank's slots, [L, E], if there are gradients. With ``vocabulary_weights``, the whole embedding and head,
-    outputs have the features of a draft model.
+    ``stopwatch`` runs during this rank's forward. ``add_expert_load`` gets how often each expert was selected for this
+    rank's slots, [L, E], if there are gradients. With whole ``vocabulary_weights`` outputs have a draft's features.
     """
     if not plan:
         return []

@@ -35,7 +35,9 @@ from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MlpSpec
 TRACKER = "latest_checkpointed_iteration.txt"
 """File that names the newest checkpoint of a folder: the number of an iteration, or ``release``."""
 RELEASE = "release"
-_BACKEND, _METADATA, _COMMON = "metadata.json", ".metadata", "common.pt"
+_BACKEND = "metadata.json"
+_METADATA = ".metadata"
+_COMMON = "common.pt"
 _FILE_BYTES = 4 << 30
 _PLAIN_GLOBALS = {
     ("collections", "OrderedDict"),
