@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from tests.models.oracle import hf_model
 from torch.distributed import checkpoint as dcp
 
+from miles.core.errors import ResumeError
+from miles.launch.commands.train import resolve_load
 from miles.launch.main import main
 
 KINDS = ["llama", "qwen3", "qwen3 moe", "kimi k2", "glm-4.5"]
@@ -167,3 +169,9 @@ def test_what_torch_dist_cannot_be_is_refused(source: Path, saved: Path, tmp_pat
     (source / "model.safetensors").unlink()
     assert "model.safetensors" in complaint(capsys, source, out, "--format", "torch_dist")
     assert config["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_a_run_does_not_resume_from_what_no_run_wrote(saved: Path):
+    for folder in (saved, saved / "release"):
+        with pytest.raises(ResumeError, match=r"no state of a run; start from its weights: miles convert"):
+            resolve_load(folder, 3)
