@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.backends.megatron.mtp_cases import train_mtp
-from tests.backends.megatron.test_model import DISTRIBUTED_OPTIMIZER, INTERLEAVED, layout
+from tests.backends.megatron.mtp_cases import compare_first_depth, train_mtp
+from tests.backends.megatron.test_model import DISTRIBUTED_OPTIMIZER, layout
 from tests.models.draft.mtp_checkpoints import make_reference, save_reference
 from tests.pool import ranks
 from tests.train.draft_ranks import train, trainer_of
@@ -57,13 +57,13 @@ def test_ranks_train_the_mtp_layers_of_one_process_and_leave_the_policy_as_it_is
 
 def test_a_checkpoint_contains_the_trained_mtp_tensors_and_is_resumed_to_the_bit(tmp_path: Path):
     own = save_reference(make_reference("glm-4.5"), tmp_path / "model")
-    where, flags, more = layout({"pipeline": 2}), INTERLEAVED[:0], [list(ragged(5, seed=9))]
+    where, more = layout({"pipeline": 2}), [list(ragged(5, seed=9))]
     for name in ("half", "whole", "resumed"):
         (tmp_path / name).mkdir()
     folder = tmp_path / "model"
-    half = ranks(2, train_mtp, folder, where, flags, BATCHES, True, tmp_path / "half")
-    whole = ranks(2, train_mtp, folder, where, flags, [*BATCHES, *more], True, tmp_path / "whole")
-    resumed = ranks(2, train_mtp, folder, where, flags, more, True, tmp_path / "resumed", tmp_path / "half")
+    half = ranks(2, train_mtp, folder, where, (), BATCHES, True, tmp_path / "half")
+    whole = ranks(2, train_mtp, folder, where, (), [*BATCHES, *more], True, tmp_path / "whole")
+    resumed = ranks(2, train_mtp, folder, where, (), more, True, tmp_path / "resumed", tmp_path / "half")
     for part in (1, 2):
         assert all(np.array_equal(whole[0][part][name], resumed[0][part][name]) for name in whole[0][part])
     stored = {n: t for f in sorted((tmp_path / "half").glob("model*.safetensors")) for n, t in load_file(f).items()}
@@ -71,3 +71,9 @@ def test_a_checkpoint_contains_the_trained_mtp_tensors_and_is_resumed_to_the_bit
     name = "model.layers.2.eh_proj.weight"
     assert np.array_equal(stored[name].numpy(), half[0][2]["blocks.0.projection.weight"])
     assert not torch.equal(stored[name], own[name])
+
+
+def test_the_first_depth_is_that_of_megatrons_own_block(tmp_path: Path):
+    save_reference(make_reference("glm-4.5"), tmp_path / "model")
+    (far,) = ranks(1, compare_first_depth, tmp_path / "model", BATCHES[0])
+    assert all(value < 1e-4 for value in far.values()), far
