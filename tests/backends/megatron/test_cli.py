@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tests.launch.small_run import ROOT, flags, write_inputs
 from tests.launch.test_preference_runs import write_pairs
+from tests.models.draft.mtp_checkpoints import make_reference, save_reference
 
 pytestmark = [
     pytest.mark.megatron,
@@ -118,3 +119,19 @@ def test_a_run_resumes_from_megatrons_checkpoints_in_another_layout(tmp_path: Pa
     run_miles("convert", str(run), str(tmp_path / "hf"), "--format", "float32")
     one, two = _weights(tmp_path / "whole" / "checkpoints/step-000003"), _weights(tmp_path / "hf")
     assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
+
+
+def test_mtp_layers_of_a_run_on_megatron_are_those_of_the_run_on_fsdp(tmp_path: Path):
+    inputs = write_inputs(tmp_path / "inputs")
+    own = save_reference(make_reference("mimo", vocab_size=28, eos_token_id=27, pad_token_id=27), inputs)
+    mtp = ("--enable-mtp-training", "--mtp-num-layers", "1", "--draft-lr", "1e-2", "--draft-train-steps", "2")
+    exported = tmp_path / "exported-{rollout_id}"
+    wanted = train(inputs, tmp_path / "fsdp", *mtp)
+    ranks = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2")
+    saved = ("--ckpt-format", "torch_dist", "--save-hf", str(exported))
+    found = train(inputs, tmp_path / "megatron", *mtp, *ranks, *saved)
+    assert len(found) == 3 and found == pytest.approx(wanted, abs=1e-6)
+    one, two = _weights(tmp_path / "fsdp" / "checkpoints/step-000003"), _weights(tmp_path / "exported-3")
+    assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
+    name = "model.mtp_layers.0.input_proj.weight"
+    assert not torch.allclose(two[name], own[name], atol=2e-3)
