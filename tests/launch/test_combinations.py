@@ -30,6 +30,7 @@ FEATURES = {
     "context parallel": "--actor-num-gpus-per-node 4 --context-parallel-size 2",
     "expert parallel": "--hf-checkpoint moe --actor-num-gpus-per-node 4 --expert-model-parallel-size 2",
     "Megatron": "--train-backend megatron --actor-num-gpus-per-node 4 --pipeline-model-parallel-size 2",
+    "torch_dist checkpoints": "--train-backend megatron --actor-num-gpus-per-node 4 --ckpt-format torch_dist",
     "transformers models": "--model-impl transformers",
     "asynchronous": "--max-weight-staleness 2",
     "partial rollout": "--over-sampling-batch-size 24 --partial-rollout",

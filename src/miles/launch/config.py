@@ -208,16 +208,23 @@ class BundleRoot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
-    """Convert: the precision that is written, and what stays in a wide dtype."""
+    """Convert: the precision or format that is written, and what stays in a wide dtype."""
 
     format: str | None = option(
-        None, "Precision to write, as in docs/convert.md: fp8, int4, nvfp4, ..., or bfloat16, float32, float16."
+        None,
+        "What to write, as in docs/convert.md: a precision, fp8, int4, nvfp4, ..., or bfloat16, float32, float16; or "
+        "torch_dist, a distributed checkpoint of Megatron.",
     )
     keep: tuple[str, ...] = option(
         (), "Modules to leave in the wide dtype, by name, part of a name or pattern, as in o_proj or model.layers.0.*."
     )
     adapter: tuple[str, ...] = option(
         (), "Folders of PEFT adapters to merge into the weights, one after the other; --format must be a wide dtype."
+    )
+    origin_hf_dir: str | None = option(
+        None,
+        "Hugging Face folder with the config and tokenizer of IN, if that is a torch_dist checkpoint that has none.",
+        path=True,
     )
 
 

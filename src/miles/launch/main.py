@@ -515,11 +515,11 @@ COMMANDS: dict[str, _Command] = {
     ),
     "convert": _Command(
         usage="IN OUT --format NAME [--keep MODULE ...]",
-        help="Write a checkpoint in another precision: quantized as published ones are, or wide.",
+        help="Write a checkpoint in another precision, quantized or wide, or as Megatron's torch_dist.",
         run=_convert,
         root=ConvertRoot,
-        details="IN is the folder of a Hugging Face checkpoint, or its name on the hub; OUT is a folder that does not "
-        "exist yet. A GPU is not needed.",
+        details="IN is the folder of a Hugging Face checkpoint, its name on the hub, or a torch_dist checkpoint of "
+        "Megatron; OUT is a folder that does not exist yet. Neither a GPU nor Megatron is needed.",
     ),
     "serve": _Command(
         usage="MODEL [--flags]",

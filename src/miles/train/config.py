@@ -211,6 +211,11 @@ class TrainConfig:
         False,
         "Write checkpoints in the background from a copy in host memory; training waits only for the copy.",
     )
+    ckpt_format: Literal["hf", "torch_dist"] = option(
+        "hf",
+        "Format of checkpoints: hf, a Hugging Face model; torch_dist, Megatron's distributed checkpoints, with "
+        "--train-backend megatron.",
+    )
     verify_checkpoints: bool = option(True, "Read checkpoint files back from disk and compare their digests.")
 
 

@@ -101,7 +101,7 @@ class DraftTrainer:
     """Trains ``draft`` with its own AdamW at ``train.draft_lr``, ``train.draft_train_steps`` steps deep.
 
     ``temperature`` is that of sampling. The loss is the mean over all pairs of a trained token and a step that predicts
-    it, times ``train.mtp_loss_scaling_factor``.
+    it, times ``train.mtp_loss_scaling_factor``. Of ``pipeline_size`` stages the last computes it.
     """
 
     def __init__(
@@ -112,6 +112,7 @@ class DraftTrainer:
         temperature: float,
         save_dtype: torch.dtype | None = None,
         dp_group: DataParallelGroup = SINGLE_RANK,
+        pipeline_size: int = 1,
     ) -> None:
         if draft.token_offsets_v is not None and train.draft_loss == "hard":
             raise UsageError("--draft-loss hard needs a draft of the policy's whole vocabulary; use --draft-loss soft.")
@@ -121,8 +122,8 @@ class DraftTrainer:
         self._steps = train.draft_train_steps
         self._scale = train.mtp_loss_scaling_factor
         self._dp_group = dp_group
-        # Ranks that share samples: each computes their whole gradient.
-        self._sharing = dp_group.world_size // dp_group.dp_size
+        # Ranks that share samples and have the last layers: each computes their whole gradient.
+        self._sharing = dp_group.world_size // dp_group.dp_size // pipeline_size
         self._verify = train.verify_checkpoints
         self._loss = DraftLoss(kind=train.draft_loss, temperature=temperature, chunk=train.log_probs_chunk_size)
         schedule = LRSchedule(style="constant", lr=train.draft_lr, min_lr=train.draft_lr, warmup=0, decay=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from miles.models.optim_groups import MuonMatrices
 from miles.train.batch_tensors import MicroBatch, PackedSequences
 from miles.train.logprobs import HeadOutput
 from miles.train.packed_images import PackedImages
+
+if TYPE_CHECKING:
+    from miles.train.optim.optimizer import OptimizerProtocol
 
 KeptTensors = Mapping[str, Tensor]
 ValueCallback = Callable[[int, Tensor], tuple[Tensor | None, KeptTensors]]
@@ -139,6 +142,19 @@ class HasAdapters(Protocol):
 
     def engine_weights(self) -> dict[str, Tensor]:
         """Return this rank's shard of the weights that an engine uses, in the dtypes that it has."""
+        ...
+
+
+@runtime_checkable
+class TorchDistModel(Protocol):
+    """A model that can be stored in Megatron's distributed checkpoint format; all ranks call at once."""
+
+    def save_torch_dist(self, folder: Path, optimizer: OptimizerProtocol, *, iteration: int) -> bool:
+        """Write the weights, and the state of the optimizer if it is Megatron's; returns whether it is."""
+        ...
+
+    def load_torch_dist(self, folder: Path, optimizer: OptimizerProtocol) -> None:
+        """Load weights and state that ``save_torch_dist`` wrote, in this layout or another."""
         ...
 
 

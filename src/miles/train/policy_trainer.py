@@ -137,7 +137,7 @@ class PolicyTrainer:
         self._patches_per_feature = patches_per_feature
         self._record_tokens = record_tokens
         self._profiler = profiler or StepProfiler()
-        self._saver = checkpoint.build_saver(train)
+        self._saver = checkpoint.build_saver(train, torch_dist=train.ckpt_format == "torch_dist")
         self._parity_stop = parity_stop
         self._no_replay_interval = parity_no_replay_interval
         self._schedule = build_correction_schedule(tolerance=parity_tolerance, stop=parity_stop)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tests.launch.small_run import ROOT, flags, write_inputs
 from tests.launch.test_preference_runs import write_pairs
+from tests.models.draft.mtp_checkpoints import make_reference, save_reference
 
 pytestmark = [
     pytest.mark.megatron,
@@ -99,3 +100,38 @@ def test_a_reward_model_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path):
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
     files = sorted(folder.glob("model*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def test_a_run_resumes_from_megatrons_checkpoints_in_another_layout(tmp_path: Path):
+    inputs = write_inputs(tmp_path / "inputs")
+    megatron = ("--train-backend", "megatron", "--megatron-use-distributed-optimizer", "--save-interval", "1")
+    pipeline = (*megatron, "--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2")
+    tensor = (*megatron, "--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2")
+    wanted = train(inputs, tmp_path / "whole", *pipeline)
+    run, torch_dist = tmp_path / "run", ("--ckpt-format", "torch_dist", "--keep-checkpoints", "1")
+    run_miles("train", *flags(inputs, run, *pipeline, *torch_dist, "--debug-exit-after-rollout", "2", steps=3))
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert [p.name for p in sorted(run.glob("iter_*"))] == ["iter_0000002"]
+    assert (run / "iter_0000002" / ".metadata").is_file()
+    found = train(inputs, run, *tensor, *torch_dist)
+    assert found == pytest.approx(wanted, abs=1e-6)
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == "3"
+    run_miles("convert", str(run), str(tmp_path / "hf"), "--format", "float32")
+    one, two = _weights(tmp_path / "whole" / "checkpoints/step-000003"), _weights(tmp_path / "hf")
+    assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
+
+
+def test_mtp_layers_of_a_run_on_megatron_are_those_of_the_run_on_fsdp(tmp_path: Path):
+    inputs = write_inputs(tmp_path / "inputs")
+    own = save_reference(make_reference("mimo", vocab_size=28, eos_token_id=27, pad_token_id=27), inputs)
+    mtp = ("--enable-mtp-training", "--mtp-num-layers", "1", "--draft-lr", "1e-2", "--draft-train-steps", "2")
+    exported = tmp_path / "exported-{rollout_id}"
+    wanted = train(inputs, tmp_path / "fsdp", *mtp)
+    ranks = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2")
+    saved = ("--ckpt-format", "torch_dist", "--save-hf", str(exported))
+    found = train(inputs, tmp_path / "megatron", *mtp, *ranks, *saved)
+    assert len(found) == 3 and found == pytest.approx(wanted, abs=1e-6)
+    one, two = _weights(tmp_path / "fsdp" / "checkpoints/step-000003"), _weights(tmp_path / "exported-3")
+    assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
+    name = "model.mtp_layers.0.input_proj.weight"
+    assert not torch.allclose(two[name], own[name], atol=2e-3)

@@ -154,6 +154,19 @@ def test_a_trainer_spans_no_more_devices_than_there_are(monkeypatch: pytest.Monk
     assert list_problems("--actor-num-gpus-per-node 4", "plan") == []
 
 
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("", "--ckpt-format torch_dist needs --train-backend megatron"),
+        ("--train-backend megatron --async-save", "--ckpt-format torch_dist does not support --async-save"),
+        ("--train-backend megatron --lora-rank 4", "--ckpt-format torch_dist does not support --lora-rank"),
+    ],
+)
+def test_megatrons_checkpoints_are_refused_where_they_cannot_store_a_run(line: str, sentence: str):
+    (problem,) = list_problems(f"--ckpt-format torch_dist {line}", "plan")
+    assert problem.startswith(sentence)
+
+
 def test_megatron_is_refused_where_it_is_not_there_or_lacks_what_is_asked(monkeypatch: pytest.MonkeyPatch):
     line = "--train-backend megatron --actor-num-gpus-per-node 4 --pipeline-model-parallel-size 2"
     for found, missing in ((None, 1), (object(), 0)):

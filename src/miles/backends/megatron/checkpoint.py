@@ -1,39 +1,76 @@
-"""Megatron's own distributed checkpoints of weights and optimizer, for other programs that use the format.
+"""Megatron's distributed checkpoints (torch_dist) of weights and optimizer, which any parallel layout reads.
 
-Any parallel layout reads any other's. A run's checkpoints are Hugging Face folders and do not need this.
+``--ckpt-format torch_dist`` saves a run's weights in this format, and the optimizer's state too if it is Megatron's.
 """
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from importlib.util import find_spec
+import pickle
+from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
 from miles.backends.megatron.distributed_optimizer import MegatronOptimizer
-from miles.backends.megatron.model import MegatronModel
 from miles.core.errors import CheckpointError, UsageError
+from miles.models.checkpoint.torch_dist import build_model_args, check_torch_dist
 from miles.train.optim.optimizer import OptimizerProtocol
+
+if TYPE_CHECKING:
+    from miles.backends.megatron.model import MegatronModel
 
 _OPTIMIZER, _PROGRESS = "optimizer", "miles"
 
 
-def save(model: MegatronModel, folder: Path, optimizer: OptimizerProtocol | None = None) -> None:
-    """Write ``folder``; all ranks call, and all write. An ``optimizer`` must be a MegatronOptimizer."""
-    if find_spec("psutil") is None:
-        raise UsageError("Megatron-Core needs psutil to write checkpoints and hangs without it; install psutil.")
+class InProcessSaveStrategy(TorchDistSaveShardedStrategy):
+    """Megatron's torch_dist format, written by torch in the calling process.
+
+    Megatron's own strategy forks writers, which the ranks of a run, being daemon processes, may not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        save_state_dict(
+            mcore_to_pyt_state_dict(flat, False),
+            storage_writer=FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+
+def save(model: MegatronModel, folder: Path, optimizer: OptimizerProtocol | None = None, *, iteration: int = 0) -> None:
+    """Write ``folder``; all ranks call, and all write. An ``optimizer`` must be a MegatronOptimizer.
+
+    ``iteration`` is the number that Megatron's tools read from the checkpoint.
+    """
     megatron_optimizer = _as_megatron_optimizer(optimizer)
     if model.dp_group.is_lead:
         folder.mkdir(parents=True, exist_ok=True)
     model.barrier()
     state = _state(model)
+    state |= {"args": Namespace(**build_model_args(model.spec)), "iteration": iteration, "checkpoint_version": 3.0}
     if megatron_optimizer is not None:
         megatron_optimizer.init_state()
         state[_OPTIMIZER] = megatron_optimizer.inner.sharded_state_dict(_names_source(state), metadata=_metadata())
         state[_PROGRESS] = {"updates": megatron_optimizer.updates, "steps": megatron_optimizer.steps}
-    dist_checkpointing.save(state, str(folder))
+    try:
+        dist_checkpointing.save(state, str(folder), InProcessSaveStrategy())
+    except (CheckpointingException, CheckpointException) as error:
+        raise CheckpointError(f"Megatron could not write {folder}: {_first_line(error)}") from error
     model.barrier()
 
 
@@ -42,10 +79,9 @@ def load(model: MegatronModel, folder: Path, optimizer: OptimizerProtocol | None
 
     All ranks call. Without an optimizer that of the checkpoint is ignored; load weights so before building one.
     """
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
-        raise CheckpointError(f"{folder} is not a Megatron distributed checkpoint; use a folder that it wrote.")
+    check_torch_dist(folder)
     megatron_optimizer = _as_megatron_optimizer(optimizer)
-    if megatron_optimizer is not None and _PROGRESS not in dist_checkpointing.load_common_state_dict(str(folder)):
+    if megatron_optimizer is not None and _PROGRESS not in _read_common(folder):
         raise CheckpointError(f"{folder} has weights but no optimizer state; load it without an optimizer.")
     state = _state(model)
     if megatron_optimizer is not None:
@@ -53,13 +89,32 @@ def load(model: MegatronModel, folder: Path, optimizer: OptimizerProtocol | None
         state[_OPTIMIZER] = megatron_optimizer.inner.sharded_state_dict(
             _names_source(state), is_loading=True, metadata=_metadata()
         )
-    found: Any = dist_checkpointing.load(state, str(folder))
+    try:
+        found: Any = dist_checkpointing.load(state, str(folder))
+    except (CheckpointingException, CheckpointException, KeyError) as error:
+        raise CheckpointError(
+            f"{folder} cannot be loaded into a {model.spec.family} model of this size: {_first_line(error)}"
+        ) from error
     for name, chunk in model.chunks().items():
         chunk.load_state_dict(found[name], strict=True)
     model.adopt()
     if megatron_optimizer is not None:
         megatron_optimizer.inner.load_state_dict(found[_OPTIMIZER])
         megatron_optimizer.resume(**found[_PROGRESS])
+
+
+def _read_common(folder: Path) -> dict[str, Any]:
+    try:
+        return dist_checkpointing.load_common_state_dict(str(folder))
+    except (CheckpointingException, pickle.UnpicklingError, RuntimeError, OSError) as error:
+        raise CheckpointError(f"{folder / 'common.pt'} cannot be read: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, CheckpointException) and error.failures:  # the errors of all ranks
+        return _first_line(next(iter(error.failures.values()))[0])
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]
 
 
 def _as_megatron_optimizer(optimizer: OptimizerProtocol | None) -> MegatronOptimizer | None:
@@ -77,7 +132,7 @@ def _state(model: MegatronModel) -> dict[str, Any]:
 
 def _names_source(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict from which the optimizer takes tensor names: one chunk's, or all."""
-    return state["model"] if "model" in state else dict(state)
+    return state["model"] if "model" in state else {name: part for name, part in state.items() if "model" in name}
 
 
 def _metadata() -> dict[str, Any]:

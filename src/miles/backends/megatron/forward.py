@@ -25,7 +25,7 @@ from miles.backends.megatron.transformer_config import DecoderTransformerConfig,
 from miles.core.errors import UsageError
 from miles.kernels.numerics import FAST
 from miles.models.parallel.tp_sharding import ShardSegment
-from miles.train.logprobs import HeadOutput
+from miles.train.logprobs import HeadOutput, PolicyFeatures
 from miles.train.model_protocols import KeptTensors, LossCallback
 from miles.train.stopwatch import Stopwatch
 
@@ -58,11 +58,12 @@ def run_forward_backward(
     trained: bool,
     stopwatch: Stopwatch | None = None,
     add_expert_load: Callable[[Tensor], None] | None = None,
+    vocabulary_weights: tuple[Tensor, Tensor] | None = None,
 ) -> list[KeptTensors]:
     """Return what the loss callback keeps of every micro-batch, in order; gradients accumulate if grad mode is enabled.
 
-    ``stopwatch`` runs during this rank's forward. ``add_expert_load`` is called with how often each expert was selected
-    for this rank's slots, [L, E], if there are gradients.
+    ``stopwatch`` runs during this rank's forward. ``add_expert_load`` gets how often each expert was selected for this
+    rank's slots, [L, E], if there are gradients. With whole ``vocabulary_weights`` outputs have a draft's features.
     """
     if not plan:
         return []
@@ -89,7 +90,7 @@ def run_forward_backward(
         # Interleaved schedules need a multiple of the number of stages.
         padding = replace(batches[-1], packed=replace(batches[-1].packed, router_loss=None))
         steps += [(None, padding)] * (-len(steps) % state.pp_group.world)
-    stage = _Stage(tf_config, state, judge, with_grad=with_grad)
+    stage = _Stage(tf_config, state, judge, with_grad=with_grad, vocabulary_weights=vocabulary_weights)
     for chunk in chunks:
         chunk.train(with_grad)
     with torch.set_grad_enabled(with_grad):
@@ -137,8 +138,15 @@ class _Stage:
     """One stage's part in a run over a plan."""
 
     def __init__(
-        self, tf_config: DecoderTransformerConfig, state: ParallelState, judge: LossCallback, *, with_grad: bool
+        self,
+        tf_config: DecoderTransformerConfig,
+        state: ParallelState,
+        judge: LossCallback,
+        *,
+        with_grad: bool,
+        vocabulary_weights: tuple[Tensor, Tensor] | None = None,
     ) -> None:
+        self._vocabulary_weights = vocabulary_weights
         self._tf_config = tf_config
         self._state = state
         self._judge = judge
@@ -179,6 +187,11 @@ class _Stage:
             self._counts[number] = (flips, replayed)
         if replay is not None and self._with_grad:
             load_LE = self._loads[number] = torch.zeros_like(replay.load())
+        features = None
+        if self._vocabulary_weights is not None:
+            found_TD = batch.join_slots(hidden_tD.detach(), self._state.cp_group)
+            embedding_VD, head_VD = self._vocabulary_weights
+            features = PolicyFeatures(features_TF=found_TD, embedding_VD=embedding_VD, head_VD=head_VD)
         return HeadOutput(
             hidden_RD=hidden_tD.index_select(0, batch.at_r),
             head_VD=model.head(),
@@ -189,6 +202,7 @@ class _Stage:
             replayed=replayed,
             load_LE=load_LE,
             numerics=FAST,
+            features=features,
         )
 
     def count(self, replays: Sequence[RoutingReplay | None]) -> None:

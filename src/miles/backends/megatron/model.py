@@ -15,7 +15,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from miles.backends.megatron import patches
+from miles.backends.megatron import checkpoint, patches
 from miles.backends.megatron.buffers import ParamGradBuffers
 from miles.backends.megatron.distributed_optimizer import MegatronOptimizer
 from miles.backends.megatron.flags import DISTRIBUTED_OPTIMIZER, parse_flags
@@ -24,7 +24,7 @@ from miles.backends.megatron.layer_spec import GPTBackbone, build_gpt_backbone
 from miles.backends.megatron.lora import attach_adapters, find_part
 from miles.backends.megatron.packed_batch import MegatronRows
 from miles.backends.megatron.parallel_state import ParallelState, initialize_parallel_state
-from miles.backends.megatron.param_mapping import TIED, ParamMapping, build_head_mappings, build_param_mappings
+from miles.backends.megatron.param_mapping import LM_HEAD, TIED, ParamMapping, build_head_mappings, build_param_mappings
 from miles.backends.megatron.param_registry import ParamRegistry
 from miles.backends.megatron.router import split_balance, update_expert_bias
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig, build_transformer_config
@@ -38,6 +38,7 @@ from miles.models.checkpoint.reader import FileReader
 from miles.models.checkpoint.safetensors_io import StoredTensor, read_config, stored_tensors
 from miles.models.checkpoint.save_plan import SavePlan, plan_save
 from miles.models.checkpoint.tensor_sources import locate_tensors, read_quant_config
+from miles.models.checkpoint.torch_dist import is_torch_dist
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
 from miles.models.lora.adapters import WHOLE, LoraAdapters, ParamPart
@@ -129,7 +130,7 @@ class MegatronModel:
         self.spec = tf_config.decoder_spec
         self._config, self._like = config, like
         self._stopwatch, self._tokens = Stopwatch(tf_config.param_device), 0
-        self._has_adapters = False
+        self._has_adapters = self._has_features = False
         self._expert_load_LE: Tensor | None = None
         self._chunks = _build_chunks(tf_config, state)
         self.scalar_head = dict(scalar_head or {})
@@ -186,7 +187,21 @@ class MegatronModel:
             trained=self._registry.trained or self._has_adapters,
             stopwatch=self._stopwatch,
             add_expert_load=self._add_expert_load if self.tf_config.balance.bias_rate else None,
+            vocabulary_weights=self._gather_vocabulary() if self._has_features and torch.is_grad_enabled() else None,
         )
+
+    def enable_features(self, layers: Sequence[int]) -> None:
+        """Return the features of an MTP draft from every forward with gradients from now on."""
+        assert not layers, "a rule refuses drafts that read the output of other layers than the last"
+        self._has_features = True
+
+    @torch.no_grad()
+    def _gather_vocabulary(self) -> tuple[Tensor, Tensor]:
+        """Gather the whole embedding and head, which are on other stages and tensor-parallel ranks, on every rank."""
+        params, dtype = self.parameters(), self.tf_config.params_dtype
+        names = (TIED, TIED if self.spec.tie_embeddings else LM_HEAD)
+        found = {name: self.gather(name, params[name].detach().to(dtype)) for name in dict.fromkeys(names)}
+        return found[names[0]], found[names[1]]
 
     def _add_expert_load(self, load_LE: Tensor) -> None:
         self._expert_load_LE = load_LE if self._expert_load_LE is None else self._expert_load_LE + load_LE
@@ -362,7 +377,24 @@ class MegatronModel:
 
     def load(self, folder: Path) -> None:
         """Load this rank's parts: only the tensors of its stage and its own experts are read."""
+        if is_torch_dist(folder):
+            checkpoint.load(self, folder)
+            return
         self.load_decoder(folder, spec_from_config(read_config(folder)), stored_tensors(folder))
+
+    def save_torch_dist(self, folder: Path, optimizer: OptimizerProtocol, *, iteration: int) -> bool:
+        """Write Megatron's distributed checkpoint; the optimizer's state is in it if it is Megatron's."""
+        is_megatrons = isinstance(optimizer, MegatronOptimizer)
+        checkpoint.save(self, folder, optimizer if is_megatrons else None, iteration=iteration)
+        return is_megatrons
+
+    def load_torch_dist(self, folder: Path, optimizer: OptimizerProtocol) -> None:
+        """Load weights and Megatron's optimizer from its distributed checkpoint, of any layout."""
+        if not isinstance(optimizer, MegatronOptimizer):
+            raise CheckpointError(
+                f"{folder} has the state of Megatron's optimizer; resume with --megatron-use-distributed-optimizer."
+            )
+        checkpoint.load(self, folder, optimizer)
 
     @torch.no_grad()
     def load_decoder(self, folder: Path, spec: DecoderSpec, stored: Mapping[str, StoredTensor]) -> None:

@@ -251,12 +251,26 @@ class MegatronRows(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronBatch:
-    """A micro-batch of this rank: its tokens, the layers' arguments, and the slots ``at_r`` that predict."""
+    """A micro-batch of this rank: its tokens, the layers' arguments, and the slots ``at_r`` that predict.
+
+    ``source_t`` is the row in each slot, -1 for padding, if context-parallel ranks share the rows.
+    """
 
     tokens_1t: Tensor
     packed: PackedParams
     at_r: Tensor
     tokens: ContextTokens | None
+    source_t: Tensor | None = None
+    num_tokens: int = 0
+
+    def join_slots(self, x_tD: Tensor, group: MegatronGroup) -> Tensor:
+        """Return the values of all rows of the micro-batch, [T, D], from those of this rank's slots."""
+        if self.source_t is None:
+            return x_tD[: self.num_tokens]
+        out_TD = x_tD.new_zeros((self.num_tokens, *x_tD.shape[1:]))
+        real_t = self.source_t >= 0
+        out_TD[self.source_t[real_t]] = x_tD[real_t]
+        return group.sum(out_TD)
 
 
 def build_megatron_batch(
@@ -289,7 +303,14 @@ def build_megatron_batch(
         replay = RoutingReplay(spec, replay_tLk, rows.routed_cache, local.real_t.chunk(multiple)[part])
     positions = Positions(local.positions_t, most, dtype, numerics=FAST)
     packed = PackedParams(positions=positions, attn_backend=local.attn_backend, replay=replay, router_loss=router_loss)
-    return MegatronBatch(tokens_1t=local.tokens_t[None], packed=packed, at_r=local.at_r, tokens=local.tokens)
+    return MegatronBatch(
+        tokens_1t=local.tokens_t[None],
+        packed=packed,
+        at_r=local.at_r,
+        tokens=local.tokens,
+        source_t=local.source_t,
+        num_tokens=len(rows.tokens_T) if local.source_t is None else sum(rows.lengths),
+    )
 
 
 def _build_router_loss(
@@ -337,6 +358,7 @@ class _LocalSlots:
     attn_backend: AttentionBackend
     at_r: Tensor
     tokens: ContextTokens | None = None
+    source_t: Tensor | None = None
 
 
 def _sequence_of_tokens(rows: MegatronRows) -> Tensor:
@@ -390,4 +412,5 @@ def _shard(rows: MegatronRows, group: MegatronGroup, multiple: int) -> _LocalSlo
         attn_backend=GatheredKVAttention(inner, group),
         at_r=at_R.index_select(0, mine_r),
         tokens=ContextTokens(mine_r, len(at_R), group),
+        source_t=source_t,
     )

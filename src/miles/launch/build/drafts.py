@@ -26,6 +26,7 @@ def build_draft_trainer(config: Config, policy: BaseCheckpoint, dp_group: DataPa
         temperature=config.rollout.rollout_temperature,
         save_dtype=choose_save_dtype(config, policy),
         dp_group=dp_group,
+        pipeline_size=config.parallel.pipeline_model_parallel_size,
     )
 
 

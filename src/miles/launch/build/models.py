@@ -209,6 +209,10 @@ def load_side_model(config: Config, policy: BaseCheckpoint, folder: Path) -> Cau
 
 def build_hf_conversion(config: Config) -> Callable[[Path, Path], None] | None:
     """Writes the model of a checkpoint as --save-hf-precision says; None where that is the checkpoint's own."""
+    if config.train.ckpt_format == "torch_dist":
+        from miles.backends.megatron.convert import export_hf
+
+        return export_hf
     if config.schedule.save_hf_precision == "wide":
         return None
     quantization = config.models.rollout_quantization(1)

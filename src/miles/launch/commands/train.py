@@ -49,6 +49,7 @@ from miles.launch.runtime.run_directory import RunDirectory
 from miles.launch.runtime.signals import StopSignals, exit_code_from_signal
 from miles.launch.runtime.watchdog import StallWatchdog
 from miles.launch.upstream.verify import format_flag_outcomes, list_flag_outcomes
+from miles.models.checkpoint.torch_dist import TRACKER, format_iteration, write_tracker
 from miles.observe.config import format_step_path
 from miles.observe.event_bus import DurableSink, EventBus
 from miles.observe.factory import build_trackers, build_view
@@ -64,6 +65,7 @@ from miles.observe.trackers import Trackers
 from miles.observe.view import View
 from miles.schedule.checkpoints import CheckpointDirectory, Cursor, read_cursor
 from miles.schedule.hf_export import HfExport
+from miles.schedule.iteration_tracker import IterationTracker
 from miles.schedule.loop import Loop
 
 if TYPE_CHECKING:
@@ -392,6 +394,8 @@ def _build_journal(
     if config.schedule.save_hf is not None:
         target = partial(format_step_path, config.schedule.save_hf)
         sinks.append(HfExport(directory.path / "checkpoints", target, build_hf_conversion(config)))
+    if config.train.ckpt_format == "torch_dist":
+        sinks.append(IterationTracker(directory.path, format_iteration, write_tracker))
     logs = RunLogs(directory.path, resume_at=offsets, strict=strict, clock=time.time)
     return EventBus(logs, folder=directory.path, sinks=sinks, views=views, report=view.note)
 
@@ -424,6 +428,12 @@ def resolve_load(folder: Path, steps: int) -> tuple[Path, Cursor]:
     """The checkpoint of ``--load``, a checkpoint or a run, whose newest is used; the logs of a new run start empty."""
     found = CheckpointDirectory(folder / "checkpoints").latest()
     if found is None:
+        if not (folder / "cursor.json").exists() and ((folder / TRACKER).exists() or (folder / ".metadata").exists()):
+            raise ResumeError(
+                f"--load {folder} is a checkpoint of Megatron that no run here wrote, and has no state of a run; start "
+                f"from its weights: miles convert {folder} OUT --format bfloat16 --origin-hf-dir MODEL, and "
+                "--hf-checkpoint OUT"
+            )
         if not (folder / "cursor.json").exists():
             raise ResumeError(
                 f"--load {folder} has no checkpoint of a run; give a plain Hugging Face folder to --hf-checkpoint"

@@ -15,14 +15,14 @@ from miles.models.spec import DecoderSpec, is_sparse
 
 
 def check_draft_trainer(c: Config) -> Iterator[str]:
-    """The FSDP trainer trains the draft of a policy; every rank has all of it."""
+    """Who trains the draft of a policy, of which every rank has all."""
     if c.train.draft_train == "none":
         return
     flag = f"--draft-train {c.train.draft_train}"
-    if c.train.train_backend == "megatron":
+    if c.train.train_backend == "megatron" and c.train.draft_train == "eagle3":
         yield (
-            f"{flag} trains a draft model, which does not support --train-backend megatron; use --train-backend fsdp, "
-            f"or remove {flag}."
+            f"{flag} reads the output of several layers, which --train-backend megatron does not return; use "
+            f"--draft-train mtp, --train-backend fsdp, or remove {flag}."
         )
     if c.hooks.custom_model_provider_path is not None:
         yield f"{flag} does not support --custom-model-provider-path, whose model is unknown; remove one of them."

@@ -169,6 +169,25 @@ def check_megatron(c: Config) -> Iterator[str]:
             )
 
 
+def check_ckpt_format(c: Config) -> Iterator[str]:
+    """What --ckpt-format torch_dist can store, and who can write it."""
+    flag = "--ckpt-format torch_dist"
+    if c.train.ckpt_format != "torch_dist":
+        return
+    if c.train.train_backend != "megatron":
+        yield f"{flag} needs --train-backend megatron; add that, or use --ckpt-format hf."
+    for given, used in (
+        ("--async-save", c.train.async_save),
+        ("--lora-rank", c.lora.is_enabled),
+        ("--loss-type rm_loss", c.algo.loss_type == "rm_loss"),
+        ("--push-to-hub", c.hub.push_to_hub is not None),
+        ("--save-hf-precision rollout", c.schedule.save_hf_precision == "rollout"),
+        ("--policies", bool(c.multi_agent.policies)),
+    ):
+        if used:
+            yield f"{flag} does not support {given}; use --ckpt-format hf, or remove {given}."
+
+
 def check_megatron_package(c: Config) -> Iterator[str]:
     if c.train.train_backend == "megatron" and find_spec("megatron") is None:
         yield (
@@ -256,6 +275,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     check_expert_tensor_parallel_size,
     check_cpu_offload,
     check_megatron,
+    check_ckpt_format,
     check_model_fits_parallel_dims,
     check_single_process_features,
 )

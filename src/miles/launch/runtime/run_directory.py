@@ -32,6 +32,7 @@ MAY_CHANGE = frozenset(
         "keep_checkpoints",
         "eval_interval",
         "async_save",
+        "ckpt_format",
         "verify_checkpoints",
         "save_failure",
         "stall_timeout",

@@ -47,7 +47,7 @@ from miles.models.quantization import plan_quantization
 from miles.models.spec import DecoderSpec
 from miles.precision.formats import FORMATS, QuantizationSpec, WeightFormat
 
-__all__ = ["RECEIPT", "Conversion", "convert_checkpoint", "plan_conversion"]
+__all__ = ["RECEIPT", "Conversion", "Progress", "SafetensorsOutput", "convert_checkpoint", "plan_conversion"]
 
 RECEIPT = "conversion.json"
 
@@ -177,7 +177,7 @@ def _write(conversion: Conversion, draft: Path, progress: Progress, max_shard_by
     with (
         ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="hash") as pool,
         ParamReader("cpu") as params,
-        _Output(draft, headers, max_shard_bytes, pool) as output,
+        SafetensorsOutput(draft, headers, max_shard_bytes, pool) as output,
     ):
         for unit in plan.units:
             progress(unit.name, output.done_bytes, conversion.total_bytes)
@@ -311,7 +311,7 @@ def _quantized_parts(
 # -- output -----------------------------------------------------------------------------------
 
 
-class _Output:
+class SafetensorsOutput:
     """Safetensors files of known tensors, which are written in runs: each tensor's in order, tensors in any."""
 
     def __init__(
@@ -347,7 +347,7 @@ class _Output:
             self._file_of[header.name] = file
             position += header.nbytes
 
-    def __enter__(self) -> _Output:
+    def __enter__(self) -> SafetensorsOutput:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -122,6 +122,11 @@ def stored_tensors(folder: Path | str, single_file: str = WEIGHTS) -> dict[str, 
     if (folder / single_file).exists():
         return _read_header(folder / single_file)
     if not (folder / index_name).exists():
+        if (folder / ".metadata").exists():
+            raise CheckpointError(
+                f"{folder} is in Megatron's torch_dist format: write it as safetensors with miles convert {folder} OUT "
+                "--format bfloat16."
+            )
         raise CheckpointError(f"{folder} holds neither {single_file} nor {index_name}: save the model as safetensors.")
     index = read_json(folder / index_name).get("weight_map")
     if not isinstance(index, dict):

@@ -38,13 +38,15 @@ from miles.train.checkpoint.staging import StagingPool
 from miles.train.checkpoint.writer import ShardWriter, read_tensors
 from miles.train.config import TrainConfig
 from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
-from miles.train.model_protocols import ShardedParameters
+from miles.train.model_protocols import ShardedParameters, TorchDistModel
 from miles.train.optim.optimizer import OptimizerProtocol
 
 OPTIMIZER = "optimizer.safetensors"
 TRAINER_STATE = "trainer.json"
-# Format 2 has an optimizer in several files; format 1 is readable by any version.
-_FORMATS = (1, 2)
+# Format 2 has an optimizer in several files; format 1 is readable by any version. Format 3 has weights in Megatron's
+# distributed format, and says where the optimizer is.
+_FORMATS = (1, 2, 3)
+_TORCH_DIST = 3
 _MASTER = "master"
 # Seconds without progress of another rank after which a save fails.
 _TIMEOUT = 600.0
@@ -57,12 +59,14 @@ class CheckpointSaver:
     """Settings, staging memory and current writer of one model's checkpoints.
 
     With ``background`` files are written while training continues, from a copy in host memory of the size of this
-    rank's files. With ``verify`` files are read back and compared.
+    rank's files. With ``verify`` files are read back and compared. With ``torch_dist`` weights are written in
+    Megatron's distributed format, while training waits.
     """
 
-    def __init__(self, *, background: bool = False, verify: bool = True) -> None:
+    def __init__(self, *, background: bool = False, verify: bool = True, torch_dist: bool = False) -> None:
         self.background = background
         self.verify = verify
+        self.torch_dist = torch_dist
         self._pool: StagingPool | None = None
         self._writer: ShardWriter | None = None
 
@@ -81,9 +85,9 @@ class CheckpointSaver:
             self._writer = None
 
 
-def build_saver(config: TrainConfig) -> CheckpointSaver:
+def build_saver(config: TrainConfig, *, torch_dist: bool = False) -> CheckpointSaver:
     """Build the saver from the options."""
-    return CheckpointSaver(background=config.async_save, verify=config.verify_checkpoints)
+    return CheckpointSaver(background=config.async_save, verify=config.verify_checkpoints, torch_dist=torch_dist)
 
 
 def save(
@@ -103,6 +107,10 @@ def save(
     If a rank cannot write, the lead raises the error, or reports it by its marker in the background.
     """
     saver = saver or CheckpointSaver()
+    stores_optimizer = False
+    if saver.torch_dist:
+        assert isinstance(model, TorchDistModel), "a rule requires a model of Megatron"
+        stores_optimizer = model.save_torch_dist(folder, optimizer, iteration=version.number)
     rank, ranks = _get_rank(dp_group)
     if dp_group.is_lead:
         markers.announce_ranks(folder, ranks)
@@ -113,9 +121,11 @@ def save(
     if save_plan is None:
         assert ranks == 1, "a sharded model has a save plan"
         model.save(folder)
-    parts = _build_parts(model, optimizer, save_plan, ranks)
+    parts = _build_parts(model, optimizer, save_plan, ranks, weights=not saver.torch_dist, state=not stores_optimizer)
     # Everything the thread writes is fixed here, because the next step changes the optimizer's count too.
     trainer_state = _build_trainer_state(parts, optimizer, version)
+    if saver.torch_dist:
+        trainer_state |= {"format": _TORCH_DIST, "optimizer": "torch_dist" if stores_optimizer else "safetensors"}
     writer = saver.start_writer(folder, model.device)
     try:
         for part in parts:
@@ -139,6 +149,13 @@ def load(
 ) -> Version:
     """Load weights and optimizer state, whatever parallelism wrote them; returns their version."""
     trainer_state = _read_trainer_state(folder)
+    version = Version(str(trainer_state["version"]["policy"]), int(trainer_state["version"]["number"]))
+    if trainer_state["format"] == _TORCH_DIST:
+        _check_torch_dist_optimizer(folder, model, trainer_state)
+        if trainer_state["optimizer"] == "torch_dist":
+            assert isinstance(model, TorchDistModel)
+            model.load_torch_dist(folder, optimizer)
+            return version
     try:
         tensors = read_tensors(folder, OPTIMIZER)
     except (CheckpointError, OSError) as cause:
@@ -147,8 +164,20 @@ def load(
     state = dict(_shard_state(model, tensors))
     optimizer.load(state, updates=int(trainer_state["updates"]))
     model.after_update()
-    version = trainer_state["version"]
-    return Version(str(version["policy"]), int(version["number"]))
+    return version
+
+
+def _check_torch_dist_optimizer(folder: Path, model: ShardedParameters, trainer_state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if this model cannot read Megatron's format."""
+    if not isinstance(model, TorchDistModel):
+        raise CheckpointError(
+            f"{folder} is in Megatron's torch_dist format; resume with --train-backend megatron, or start from its "
+            f"weights: miles convert {folder} OUT --format bfloat16, and --hf-checkpoint OUT."
+        )
+    if trainer_state.get("optimizer") not in ("torch_dist", "safetensors"):
+        raise CheckpointError(
+            f"{folder / TRAINER_STATE} does not say where the optimizer's state is; use an older checkpoint."
+        )
 
 
 def _get_rank(dp_group: DataParallelGroup) -> tuple[int, int]:
@@ -168,20 +197,27 @@ class _Part:
 
 
 def _build_parts(
-    model: ShardedParameters, optimizer: OptimizerProtocol, save_plan: SavePlan | None, ranks: int
+    model: ShardedParameters,
+    optimizer: OptimizerProtocol,
+    save_plan: SavePlan | None,
+    ranks: int,
+    *,
+    weights: bool = True,
+    state: bool = True,
 ) -> list[_Part]:
     parts: list[_Part] = []
-    if save_plan is not None:
+    if save_plan is not None and weights:
         units = _build_unit_groups(model, save_plan.units, save_plan.gather_unit)
-        weights = [*units, *map(_build_copied_group, save_plan.extra_tensors)]
-        if weights:
-            parts.append(_Part(WEIGHTS, weights, plan_files(WEIGHTS, weights, ranks, SHARD_BYTES)))
+        tensors = [*units, *map(_build_copied_group, save_plan.extra_tensors)]
+        if tensors:
+            parts.append(_Part(WEIGHTS, tensors, plan_files(WEIGHTS, tensors, ranks, SHARD_BYTES)))
         for name, extra_units in save_plan.extra_files.items():
             groups = _build_unit_groups(model, extra_units)
             parts.append(_Part(name, groups, plan_files(name, groups, 1, None)))
-    state = _build_optimizer_groups(model, optimizer, save_plan, ranks)
-    limit = None if ranks == 1 else SHARD_BYTES  # with several ranks, completed files show progress
-    parts.append(_Part(OPTIMIZER, state, plan_files(OPTIMIZER, state, ranks, limit)))
+    if state:
+        groups = _build_optimizer_groups(model, optimizer, save_plan, ranks)
+        limit = None if ranks == 1 else SHARD_BYTES  # with several ranks, completed files show progress
+        parts.append(_Part(OPTIMIZER, groups, plan_files(OPTIMIZER, groups, ranks, limit)))
     return parts
 
 

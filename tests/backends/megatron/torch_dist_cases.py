@@ -1,0 +1,135 @@
+"""Functions that test ranks run on Megatron's distributed checkpoints."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.backends.megatron.cases import trainer_of
+from tests.train.small_trainer import EPS, worker
+
+from miles.cluster.parallel_dims import ParallelDims
+from miles.core.types import Batch, Sample
+from miles.models.checkpoint.safetensors_io import read_config
+from miles.models.families import spec_from_config
+from miles.train.policy_trainer import PolicyTrainer
+
+
+def build_trainer(model: Any, dp_group: Any) -> PolicyTrainer:
+    """A trainer that saves Megatron's distributed checkpoints."""
+    how = {"max_tokens_per_gpu": 16, "adam_eps": EPS, "lr": 1e-2, "weight_decay": 0.5, "ckpt_format": "torch_dist"}
+    return worker(model, train=how, temperature=0.9, dp_group=dp_group)
+
+
+def train_and_save(
+    rank: int,
+    world: int,
+    folder: Path,
+    layout: ParallelDims,
+    flags: tuple[str, ...],
+    batches: tuple[tuple[Sample, ...], ...],
+    out: Path,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, torch.Tensor]:
+    """Make a step, save it to ``out``, and make the others; returns the whole weights."""
+    return _train(folder, layout, flags, batches, out, dtype, resume=False)
+
+
+def load_and_train(
+    rank: int,
+    world: int,
+    folder: Path,
+    layout: ParallelDims,
+    flags: tuple[str, ...],
+    batches: tuple[tuple[Sample, ...], ...],
+    out: Path,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, torch.Tensor]:
+    """Resume from ``out``, and make the other steps; returns the whole weights."""
+    return _train(folder, layout, flags, batches, out, dtype, resume=True)
+
+
+def _train(
+    folder: Path,
+    layout: ParallelDims,
+    flags: tuple[str, ...],
+    batches: tuple[tuple[Sample, ...], ...],
+    out: Path,
+    dtype: torch.dtype,
+    *,
+    resume: bool,
+) -> dict[str, torch.Tensor]:
+    from tests.backends.megatron.shim import on_cpu
+
+    with on_cpu():
+        from miles.backends.megatron.model import load_megatron_model
+        from miles.backends.megatron.parallel_state import destroy_parallel_state
+
+        config = read_config(folder)
+        model = load_megatron_model(folder, spec_from_config(config), layout, dtype=dtype, flags=flags, config=config)
+        try:
+            trainer = build_trainer(model, model.dp_group)
+            if resume:
+                asyncio.run(trainer.load(out))
+                assert trainer.version.number == 1
+            for number, samples in enumerate(batches):
+                if number == 0 and resume:
+                    continue
+                asyncio.run(trainer.step(Batch(step=number, samples=samples, num_groups=1)))
+                if number == 0:
+                    asyncio.run(trainer.save(out))
+                    model.barrier()
+            return {name: model.gather(name, p.detach()).clone() for name, p in model.parameters().items()}
+        finally:
+            destroy_parallel_state()
+
+
+def load_elsewhere(rank: int, world: int, folder: Path, layout: ParallelDims, saved: Path) -> str:
+    """The error of loading ``saved`` into the model of ``folder``, or nothing."""
+    from tests.backends.megatron.shim import on_cpu
+
+    with on_cpu():
+        from miles.backends.megatron.model import load_megatron_model
+        from miles.backends.megatron.parallel_state import destroy_parallel_state
+        from miles.core.errors import MilesError
+
+        model = load_megatron_model(folder, spec_from_config(read_config(folder)), layout, dtype=torch.float32)
+        try:
+            asyncio.run(trainer_of(model, {}, model.dp_group).load(saved))
+        except MilesError as error:
+            return str(error)
+        finally:
+            destroy_parallel_state()
+        return ""
+
+
+def load_and_export(rank: int, world: int, folder: Path, layout: ParallelDims, saved: Path, out: Path) -> None:
+    """Load the weights of ``saved`` into another model of the same sizes, and export that."""
+    from tests.backends.megatron.shim import on_cpu
+
+    with on_cpu():
+        from miles.backends.megatron.model import load_megatron_model
+        from miles.backends.megatron.parallel_state import destroy_parallel_state
+
+        model = load_megatron_model(folder, spec_from_config(read_config(folder)), layout, dtype=torch.float32)
+        try:
+            model.load(saved)
+            model.save(out)
+        finally:
+            destroy_parallel_state()
+
+
+def save_weights(rank: int, world: int, folder: Path, layout: ParallelDims, out: Path) -> None:
+    """Write the weights of ``folder`` in Megatron's format."""
+    from tests.backends.megatron.shim import on_cpu
+
+    with on_cpu():
+        from miles.backends.megatron import checkpoint
+        from miles.backends.megatron.model import load_megatron_model
+        from miles.backends.megatron.parallel_state import destroy_parallel_state
+
+        model = load_megatron_model(folder, spec_from_config(read_config(folder)), layout, dtype=torch.float32)
+        try:
+            checkpoint.save(model, out, iteration=7)
+        finally:
+            destroy_parallel_state()
