@@ -88,7 +88,7 @@ PAGES = (
     FamilyPage(
         file="deepseek",
         title="DeepSeek",
-        families=("deepseek_v2", "deepseek_v3", "deepseek_v32"),
+        families=("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4"),
         start="deepseek-ai/DeepSeek-V2-Lite-Chat",
         notes=(
             "Latent attention: the KV cache has one compressed vector per token and layer, whatever the number "
@@ -96,6 +96,12 @@ PAGES = (
             "Published checkpoints of V3 and later are FP8 in blocks of 128 x 128: they are read as they are, and "
             "`--train-precision fp8` trains in the same format ([precision](../precision.md)).",
             "V3.2 has a sparse-attention indexer. It gets no gradient: it is loaded, published and saved unchanged.",
+            "A token of V4 attends to a window of 128 tokens, and to one key for every 4 tokens (CSA), of which an "
+            "indexer selects some, or for every 128 (HCA). The engine caches what a token adds to such keys for every "
+            "token, so that a prefix can be shared by page; its KV cache is larger than compressed keys alone would "
+            "need, and attention is computed by torch operations, without Triton kernels.",
+            "The first layers of V4 look the experts of a token up in a table, which is loaded, published and saved "
+            "unchanged. MTP layers are kept as they are.",
             ROUTING,
             "The router's correction bias gets no gradient either.",
         ),

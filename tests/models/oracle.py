@@ -43,7 +43,10 @@ def hf_model(kind: str, seed: int = 0, **changes) -> PreTrainedModel:
             if name.endswith(".A_log"):  # a state that forgets at once would hide mistakes
                 parameter.sub_(3)
         for name, buffer in made.named_buffers():
-            if name in made.state_dict():  # a bias that steers the router, for one
+            if name.endswith(".tid2eid"):  # the experts of each token
+                each = [torch.randperm(made.config.n_routed_experts)[: buffer.shape[1]] for _ in buffer]
+                buffer.copy_(torch.stack(each))
+            elif name in made.state_dict():  # a bias that steers the router, for one
                 noise = torch.randn_like(buffer)
                 # A residual stream near zero would make errors of rounding large.
                 buffer.copy_(1 + 0.3 * noise if name.endswith("layer_scalar") else 0.1 * noise)

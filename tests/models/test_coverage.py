@@ -48,6 +48,7 @@ from miles.models.families import spec_from_config
 from miles.models.families.registry import FAMILIES
 from miles.models.spec import (
     AttentionSpec,
+    CompressedAttentionSpec,
     DecoderSpec,
     GatedDeltaNetSpec,
     KimiDeltaSpec,
@@ -131,6 +132,13 @@ def mixer_made_of(mixer: Mixer | None) -> Iterator[str]:
             yield "indexer" if mixer.indexer.pool == 1 else "indexer of pools"
         kind = "no positions" if mixer.rope is None else mixer.rope.kind
         yield from (kind,) if kind != "default" else ()
+    elif isinstance(mixer, CompressedAttentionSpec):
+        yield from ("attention", "window", "sinks", "keys that are values", "output in groups", "partial rotary")
+        own = mixer.compressor
+        if own is not None:
+            yield "compressed keys (CSA)" if own.overlap else "compressed keys (HCA)"
+            yield from ("indexer of compressed keys",) if own.indexer is not None else ()
+        yield from (mixer.rope.kind,) if mixer.rope.kind != "default" else ()
     elif mixer is not None:
         yield RECURRENT[type(mixer)]
 
@@ -142,7 +150,7 @@ def made_of(layer: LayerSpec) -> Iterator[str]:
         yield f"{ffn.score} experts"
         named = {"expert groups": ffn.groups > 1, "correction bias": ffn.correction, "shared expert": ffn.shared}
         clamped = ffn.activation == "swiglu_clamped" or is_limited(ffn.activation)
-        named |= {"latent experts": ffn.latent, "clamped gate": clamped}
+        named |= {"latent experts": ffn.latent, "clamped gate": clamped, "hash routing": ffn.hash_vocab}
         yield from (name for name, there in named.items() if there)
     elif isinstance(ffn, MlpSpec) and not ffn.gated:
         yield "plain MLP"

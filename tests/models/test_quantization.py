@@ -34,6 +34,7 @@ MECHANISMS = [
     "hybrid nemotron h",
     "hybrid kimi linear",
     "hybrid glm 5.3 flash",
+    "deepseek v4",
 ]
 
 

@@ -55,7 +55,7 @@ def decoder_of(
     decoder = hf.init_random(spec, seed=seed, device="cpu", dtype=torch.float32, numerics=numerics)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in decoder.parameters():
+        for parameter in (p for p in decoder.parameters() if p.is_floating_point()):
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.25 * noise)
     kept = {name: p.dtype for name, p in Decoder(spec, device="meta", dtype=dtype).named_parameters()}

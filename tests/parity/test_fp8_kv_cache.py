@@ -94,8 +94,8 @@ def test_a_prefix_from_the_cache_gives_the_bits_of_one_that_was_computed():
     assert first == again
 
 
-@pytest.mark.parametrize("kind", ["glm 5", next(kind for kind in KINDS if kind.startswith("hybrid"))])
-def test_models_with_an_indexer_or_recurrent_layers_keep_those_wide(kind):
+@pytest.mark.parametrize("kind", ["glm 5", "deepseek v4", next(kind for kind in KINDS if kind.startswith("hybrid"))])
+def test_models_with_an_indexer_a_compressor_or_recurrent_layers_keep_those_wide(kind):
     assert gap(kind, torch.float32, FP8) < 1e-3
 
 

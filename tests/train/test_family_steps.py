@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tests.models.oracle import hf_model
+from tests.models.small_families.compressed import CSA, HCA
 from tests.train.small_trainer import EPS, distance, named, ragged, sample, step, weights, worker
 
 from miles.backends.fsdp.local_model import LocalModel
@@ -27,6 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "glm 5 shared choices": {"index_topk": 4},
     "minimax-m3": {"index_block_size": 2, "index_topk_blocks": 2},
     "gemma3n": {"sliding_window": 4},
+    "deepseek v4": {"sliding_window": 4, "index_topk": 2, "compress_rates": {CSA: 2, HCA: 3}},
 }
 SFT = {"loss_type": "sft_loss"}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}
@@ -103,7 +105,7 @@ def test_a_step_is_the_one_of_transformers(kind, chunk, loss, algo, tmp_path):
     assert report.metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert distance(weights(trainer), named(reference, tmp_path / "c")) < 1e-5
     corrected = ("deepseek v3", "step 3.7", "hybrid nemotron 3", "hybrid kimi linear", "glm 5 shared choices")
-    corrected += ("hybrid glm 5.3 flash", "minimax-m3")
+    corrected += ("hybrid glm 5.3 flash", "minimax-m3", "deepseek v4")
     assert bool(held) == (kind in corrected)
     assert all(torch.equal(trainer.weights()[name], tensor) for name, tensor in held.items())
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from miles.core.errors import UsageError
 from miles.models.parallel import tp_sharding as shard
-from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec
+from miles.models.spec import AttentionSpec, CompressedAttentionSpec, DecoderSpec, MlaSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +165,8 @@ def _find_context_problem(spec: DecoderSpec) -> str | None:
                 return f"layer {i} selects blocks of tokens among all preceding ones (block-sparse attention)"
             case MlaSpec(indexer=index) if index is not None and index.pool > 1:
                 return f"layer {i} selects pools of tokens among all preceding ones (sparse attention)"
+            case CompressedAttentionSpec(compressor=compressor) if compressor is not None:
+                return f"layer {i} attends to keys of windows of all preceding tokens (compressed attention)"
             case _:
                 pass
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.spec import (
     AttentionSpec,
+    CompressedAttentionSpec,
     DecoderSpec,
     Mixer,
     MlaSpec,
@@ -44,4 +45,6 @@ def check_prefix_sharing(spec: DecoderSpec) -> str | None:
         return "its recurrent layers carry a state through each whole sequence"
     if any(is_sparse(layer.mixer) for layer in spec.layers):
         return "its sparse attention selects among the tokens of a whole sequence"
+    if any(isinstance(layer.mixer, CompressedAttentionSpec) for layer in spec.layers):
+        return "its compressed attention divides each whole sequence into windows"
     return None

@@ -20,8 +20,9 @@ from miles.models.hidden_capture import HiddenCapture
 from miles.models.layers.altup import AltUp, AltUpStreams, Laurel
 from miles.models.layers.attention import Attention
 from miles.models.layers.attention_backend import AttentionBackend
+from miles.models.layers.compressed_attention import CompressedAttention
 from miles.models.layers.gated_deltanet import GatedDeltaNet
-from miles.models.layers.hyper_connections import HyperConnection
+from miles.models.layers.hyper_connections import HyperConnection, HyperHead
 from miles.models.layers.kimi_delta import KimiDeltaAttention
 from miles.models.layers.linear import Embedding, Linear
 from miles.models.layers.mamba import Mamba2
@@ -36,6 +37,7 @@ from miles.models.lora.layout import plan_adapters
 from miles.models.quantization import QuantizedParam, plan_quantization
 from miles.models.spec import (
     AttentionSpec,
+    CompressedAttentionSpec,
     DecoderSpec,
     GatedDeltaNetSpec,
     KimiDeltaSpec,
@@ -64,6 +66,7 @@ __all__ = [
 MIXERS: Mapping[type, tuple[str, Callable[..., nn.Module]]] = {
     AttentionSpec: ("attention", Attention),
     MlaSpec: ("mla", MultiHeadLatentAttention),
+    CompressedAttentionSpec: ("compressed", CompressedAttention),
     GatedDeltaNetSpec: ("delta", GatedDeltaNet),
     KimiDeltaSpec: ("kda", KimiDeltaAttention),
     MambaSpec: ("mamba", Mamba2),
@@ -284,6 +287,9 @@ class Decoder(nn.Module):
             self.per_layer = PerLayerEmbedding(spec.per_layer_input, spec.num_layers, spec.hidden_size, **options)
         self.altup = None if spec.altup is None else AltUpStreams(spec.altup, spec.hidden_size, **factory)
         self.layers = nn.ModuleList(DecoderLayer(spec, i, **factory) for i in range(spec.num_layers))
+        self.hyper_head: HyperHead | None = None
+        if spec.hyper is not None and spec.hyper.learned_join:
+            self.hyper_head = HyperHead(spec.hyper, spec, device=device, dtype=dtype)
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, offset=spec.norm_offset, **factory)
         self.lm_head: Linear | None = None
         if not spec.tie_embeddings:
@@ -349,6 +355,9 @@ class Decoder(nn.Module):
         inputs_TLP: Tensor | None = None
         if self.per_layer is not None:
             inputs_TLP = self.per_layer(tokens_T, x_TD, None if vision is None else vision.token_I)
+        if self.spec.hashes_tokens:
+            routing = Routing() if routing is None else routing
+            routing.tokens_T = tokens_T
         x_TD = self._split_streams(x_TD)
         deferred_TD: Tensor | None = None
         for number, layer in enumerate(self.layers):
@@ -378,6 +387,8 @@ class Decoder(nn.Module):
         """Return the hidden states of a decoder's residual streams, if it has several."""
         if self.altup is not None:
             return self.altup.join(x_TD)
+        if self.hyper_head is not None:
+            return self.hyper_head(x_TD)
         return x_TD if self.spec.streams == 1 else x_TD.mean(1)
 
     def _encode_images(self, vision: VisionInputs, checkpoint_fn: CheckpointFn | None) -> VisionFeatures:

@@ -6,7 +6,7 @@ biases, convolutions, routers, other narrow gates and the vision tower are exclu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,6 +15,7 @@ from miles.models.checkpoint.param_slices import Shape
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.spec import (
     AttentionSpec,
+    CompressedAttentionSpec,
     DecoderSpec,
     GatedDeltaNetSpec,
     KimiDeltaSpec,
@@ -40,6 +41,7 @@ _NARROW = (
     "shared_gate.weight",
     "indexer.weights_proj.weight",
     "indexer.pool_bias",
+    "moe.expert_table",
     "altup.prediction.weight",
     "altup.correction.weight",
     "altup.router.weight",
@@ -122,6 +124,8 @@ def _split_fused(layer: LayerSpec, name: str) -> tuple[Rows, ...] | None:
             own = (keys,) if mixer.value_from_key else (keys, keys)
             own = () if mixer.kv_source is not None else own
             return _consecutive(mixer.num_heads * mixer.head_dim * (2 if mixer.gated else 1), *own)
+        case ["compressed", *own], CompressedAttentionSpec() as mixer, _:
+            return _split_compressed(own, mixer)
         case ["delta", "qkvz"], GatedDeltaNetSpec(fused=False) as mixer, _:
             keys, values = mixer.key_heads * mixer.key_dim, mixer.value_heads * mixer.value_dim
             return _consecutive(keys, keys, values, values)
@@ -140,6 +144,17 @@ def _split_fused(layer: LayerSpec, name: str) -> tuple[Rows, ...] | None:
         case ["moe", "shared", "gate_up"], _, MoeSpec(shared=MlpSpec() as shared):
             return _consecutive(shared.size, shared.size)
     return None
+
+
+def _split_compressed(name: Sequence[str], mixer: CompressedAttentionSpec) -> tuple[Rows, ...] | None:
+    """Return the matrices of the groups of an output projection, or of the values and gates of a compressor."""
+    if name == ["output_groups"]:
+        return _consecutive(*mixer.output_groups * (mixer.output_rank,))
+    if name[-1] != "kv_gate" or mixer.compressor is None:
+        return None
+    index = mixer.compressor.indexer if name[0] == "indexer" else None
+    width = mixer.head_dim if index is None else index.head_dim
+    return _consecutive(*2 * (width * (2 if mixer.compressor.overlap else 1),))
 
 
 def _consecutive(*sizes: int) -> tuple[Rows, ...]:

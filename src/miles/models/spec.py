@@ -188,6 +188,61 @@ class MlaSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WindowIndexerSpec:
+    """Indexer of a compressor's windows: small heads select the ``top`` windows that each token attends to.
+
+    It has a compressor of its own over the same windows, whose keys have ``head_dim`` channels.
+    """
+
+    num_heads: int
+    head_dim: int
+    top: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressorSpec:
+    """Compressor: one key for each window of ``rate`` tokens, a weighted mean of what these project.
+
+    With ``overlap`` (CSA) a window also reads the tokens of the window before it, by channels of their own; without
+    (HCA) it reads its own only. ``indexer`` None: a token attends to all windows that are complete.
+    """
+
+    rate: int
+    overlap: bool
+    indexer: WindowIndexerSpec | None = None
+
+    def state_dim(self, head_dim: int) -> int:
+        """Channels of what a token adds to windows: values and gates, of the indexer's compressor too."""
+        width = head_dim + (0 if self.indexer is None else self.indexer.head_dim)
+        return 2 * width * (2 if self.overlap else 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedAttentionSpec:
+    """Attention to a sliding window of tokens, and to compressed keys of all earlier ones if there is a compressor.
+
+    One head of keys, which are the values too, is shared by all query heads. RoPE rotates the last channels of a head,
+    and those of the output back. The output of each of ``output_groups`` groups of heads is projected to
+    ``output_rank`` channels, and all of these together to the hidden size. Every head has an attention sink.
+    """
+
+    num_heads: int
+    head_dim: int
+    query_rank: int
+    rope: RopeSpec
+    window: int
+    output_groups: int
+    output_rank: int
+    compressor: CompressorSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.output_groups:
+            raise ValueError(f"{self.num_heads} heads are not a multiple of {self.output_groups} output groups")
+        if self.rope.dim is None or self.rope.dim >= self.head_dim or self.rope.dim % 2:
+            raise ValueError(f"RoPE must rotate an even part of the {self.head_dim} channels, not {self.rope.dim}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaNetSpec:
     """Gated DeltaNet: one state matrix per head, updated by the gated delta rule.
 
@@ -269,12 +324,15 @@ class MlpSpec:
 class MoeSpec:
     """A mixture of experts.
 
-    The router scores by ``score``, in float32 with ``wide_router`` (a sigmoid always does); ``correction`` adds a bias
-    to the scores for the selection only; with ``groups`` only experts of the best ``kept_groups`` groups are
+    The router scores by ``score``, in float32 with ``wide_router`` (all but a softmax always do); ``correction`` adds a
+    bias to the scores for the selection only; with ``groups`` only experts of the best ``kept_groups`` groups are
     candidates, a group being scored by the sum of its best ``group_top`` experts. The weights are normalized if
     ``norm_topk_prob`` and multiplied by ``scale``; ``weigh_input`` applies them to the experts' inputs instead of their
     outputs. ``interleaved`` experts alternate gate and up rows. ``latent`` is the experts' input width if it is not the
     model's. ``shared`` is an MLP applied to every token, with a sigmoid gate if ``shared_gate``.
+
+    With ``hash_vocab`` (hash routing) the experts of a token are looked up by its id in a table of so many tokens,
+    which is not trained; the router's scores only weigh them.
 
     With ``beside_mlp`` (Gemma 4) the experts are a branch beside ``shared``: they read the residual stream through a
     norm of their own, and each branch has a norm behind it. The router reads the residual stream too, normalized, times
@@ -286,7 +344,7 @@ class MoeSpec:
     experts_per_token: int
     size: int
     norm_topk_prob: bool
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     correction: bool = False
     groups: int = 1
     kept_groups: int = 1
@@ -304,8 +362,11 @@ class MoeSpec:
     shared: MlpSpec | None = None
     shared_gate: bool = False
     beside_mlp: bool = False
+    hash_vocab: int = 0
 
     def __post_init__(self) -> None:
+        if self.hash_vocab and (self.correction or self.groups > 1):
+            raise ValueError("hash routing looks experts up, and has neither a correction bias nor groups of experts")
         if self.beside_mlp and (self.shared is None or self.latent is not None or self.weigh_input):
             raise ValueError("experts beside an MLP need that MLP, and neither a latent width nor weighted inputs")
 
@@ -313,7 +374,7 @@ class MoeSpec:
 # -- the decoder ----------------------------------------------------------------------------
 
 RecurrentMixer = GatedDeltaNetSpec | KimiDeltaSpec | MambaSpec | ShortConvSpec
-Mixer = AttentionSpec | MlaSpec | RecurrentMixer
+Mixer = AttentionSpec | MlaSpec | CompressedAttentionSpec | RecurrentMixer
 FeedForward = MlpSpec | MoeSpec
 
 
@@ -340,11 +401,15 @@ class AltUpSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HyperConnectionSpec:
-    """Hyper-connections (mHC): ``streams`` residual streams, mixed by matrices of so many Sinkhorn ``iterations``."""
+    """Hyper-connections (mHC): ``streams`` residual streams, mixed by matrices of so many Sinkhorn ``iterations``.
+
+    Behind the last layer the mean of the streams is taken, or with ``learned_join`` a weighted sum.
+    """
 
     streams: int
     iterations: int
     eps: float
+    learned_join: bool = False
 
     @property
     def num_weights(self) -> int:
@@ -487,6 +552,16 @@ class DecoderSpec:
     def moe(self) -> MoeSpec | None:
         """The first MoE layer's spec, for what all have in common; None for a dense model."""
         return next((layer.ffn for layer in self.layers if isinstance(layer.ffn, MoeSpec)), None)
+
+    @property
+    def hyper(self) -> HyperConnectionSpec | None:
+        """The hyper-connections that all layers have; None if there are none."""
+        return next((layer.hyper for layer in self.layers), None)
+
+    @property
+    def hashes_tokens(self) -> bool:
+        """Whether a layer looks experts up by the ids of tokens."""
+        return any(isinstance(layer.ffn, MoeSpec) and layer.ffn.hash_vocab for layer in self.layers)
 
     @property
     def streams(self) -> int:

@@ -43,6 +43,9 @@ def decoder_of(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) ->
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
+            if not parameter.is_floating_point():  # the experts of each token
+                parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) % decoder.spec.moe.num_experts)
+                continue
             parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.25 * noise)
             if name.endswith(".A_log"):
                 parameter.sub_(3)

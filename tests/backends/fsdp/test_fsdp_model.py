@@ -115,6 +115,14 @@ def test_recurrent_layers_do_as_near_as_their_sums_are_long(kind, tmp_path):
     check(kind, {name: FOUR[name] for name in ("tp x fsdp", "tp+sp x fsdp")}, tmp_path, bound=5e-5)
 
 
+def test_compressed_attention_and_hash_routing_do_too(tmp_path):
+    """Keys, compressors and tables of experts are on all ranks, of which each has some groups of heads."""
+    some = {name: FOUR[name] for name in ("hsdp", "tp x fsdp", "tp+sp x fsdp")}
+    check("deepseek v4", some, tmp_path, bound=5e-5, dtype="float32", recompute="selective", replay=True)
+    experts = {"ep x fsdp": ParallelDims(world=4, shard=4, expert=2)}
+    check("deepseek v4", experts, tmp_path, bound=5e-5, dtype="float32", recompute="full", replay=False)
+
+
 def test_layers_computed_again_in_full_change_nothing(tmp_path):
     check("qwen3", {"tp+sp x fsdp": FOUR["tp+sp x fsdp"]}, tmp_path, dtype="float32", recompute="full")
 

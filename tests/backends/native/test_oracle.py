@@ -16,7 +16,7 @@ from tests.models.oracle import KINDS, SMALL, hf_model, our_logits, twin
 from miles.core.protocols import SamplingParams
 from miles.models.decoder import Decoder, Routing
 from miles.models.families import spec_from_config
-from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec
+from miles.models.spec import AttentionSpec, CompressedAttentionSpec, DecoderSpec, MlaSpec
 
 NEW = 6
 PAGE = 4
@@ -82,6 +82,10 @@ def is_indexed(spec: DecoderSpec) -> bool:
     return any(mixer.indexer is not None for mixer in mixers(spec, MlaSpec))
 
 
+def is_compressed(spec: DecoderSpec) -> bool:
+    return bool(mixers(spec, CompressedAttentionSpec))
+
+
 def is_recurrent(spec: DecoderSpec) -> bool:
     return spec.recurrent
 
@@ -94,7 +98,7 @@ def is_plain(spec: DecoderSpec) -> bool:
     return not any(sort(spec) for sort in (*SORTS, has_experts))
 
 
-SORTS = [is_windowed, is_chunked, is_bounded, has_sinks, is_latent, is_indexed, is_recurrent]
+SORTS = [is_windowed, is_chunked, is_bounded, has_sinks, is_latent, is_indexed, is_compressed, is_recurrent]
 
 
 @pytest.fixture

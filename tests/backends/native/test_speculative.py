@@ -12,6 +12,7 @@ from tests.backends.native.test_oracle import (
     has_experts,
     has_sinks,
     is_chunked,
+    is_compressed,
     is_indexed,
     is_latent,
     is_plain,
@@ -51,7 +52,7 @@ def experts_of(completion):
 
 @pytest.mark.parametrize(
     "sort",
-    [is_plain, has_experts, is_windowed, is_chunked, has_sinks, is_latent, is_indexed, is_recurrent],
+    [is_plain, has_experts, is_windowed, is_chunked, has_sinks, is_latent, is_indexed, is_compressed, is_recurrent],
     ids=lambda f: f.__name__,
 )
 def test_drafts_change_nothing_whatever_the_sort_of_model(sort):
@@ -116,7 +117,15 @@ class KnownDrafter(NgramDrafter):
 
 @pytest.mark.parametrize(
     ("sort", "size"),
-    [(is_plain, 4), (is_plain, 16), (has_experts, 4), (is_windowed, 4), (is_latent, 4), (is_recurrent, 4)],
+    [
+        (is_plain, 4),
+        (is_plain, 16),
+        (has_experts, 4),
+        (is_windowed, 4),
+        (is_latent, 4),
+        (is_compressed, 4),
+        (is_recurrent, 4),
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_accepted_branches_change_nothing_whatever_the_sort_of_model(sort, size):

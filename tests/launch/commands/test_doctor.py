@@ -115,18 +115,17 @@ def test_an_unknown_architecture_is_told_what_it_takes_and_which_ways_there_are(
     assert "--model-impl transformers" in out
 
 
-def test_a_model_with_compressed_attention_is_told_each_mechanism_it_lacks(tmp_path: Path, capsys):
+def test_a_new_architecture_with_the_mechanisms_of_deepseek_v4_is_told_which_of_them_there_are(tmp_path: Path, capsys):
     from transformers import DeepseekV4Config
 
-    config = DeepseekV4Config(num_hidden_layers=4)
-    config.architectures = ["DeepseekV4ForCausalLM"]
+    config = DeepseekV4Config(num_hidden_layers=4, hidden_act="gelu")
+    config.architectures = ["DeepseekV5ForCausalLM"]
     config.save_pretrained(tmp_path / "m")
     assert doctor(tmp_path / "m") == 1
-    out = " ".join(capsys.readouterr().out.split())
-    has, _, lacks = out.partition("lacks")
-    assert "hyper-connections" in has and "hyper-connections" not in lacks
-    for part in ("(CSA, HCA)", "an output projection in groups", "sqrtsoftplus scores", "hash routing"):
-        assert part in lacks
+    has, _, lacks = " ".join(capsys.readouterr().out.split()).partition("lacks")
+    parts = ("hyper-connections", "(CSA, HCA)", "an output projection in groups", "sqrtsoftplus scores", "hash routing")
+    assert all(part in has and part not in lacks for part in parts)
+    assert "the activation gelu" in lacks
 
 
 def test_a_quantised_checkpoint_is_not_taken_for_a_broken_one(tmp_path: Path, capsys):

@@ -7,8 +7,16 @@ import torch
 from tests.models.oracle import KINDS, hf_model, saved, twin, used
 from tests.parity.planes import spec_of_kind
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Ernie4_5_MoeConfig, Ernie4_5Config, Gemma3nTextConfig, Glm5NextConfig, Mistral4Config
+from transformers import (
+    DeepseekV4Config,
+    Ernie4_5_MoeConfig,
+    Ernie4_5Config,
+    Gemma3nTextConfig,
+    Glm5NextConfig,
+    Mistral4Config,
+)
 
+from miles.kernels.attention.compressed import pack_windows
 from miles.kernels.attention.index_pools import pool_index_keys
 from miles.kernels.attention.params import BlockIndexerInputs
 from miles.kernels.fused.lm_head import compute_logits
@@ -17,7 +25,7 @@ from miles.models.accounting import params
 from miles.models.accounting.known_models import load_known_models
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
-from miles.models.spec import AttentionSpec, MlaSpec
+from miles.models.spec import AttentionSpec, CompressedAttentionSpec, MlaSpec
 from miles.precision.formats import FORMATS, QuantizationSpec
 
 TOKENS = 64
@@ -101,6 +109,7 @@ DEFAULTS = {
     "Mistral-Small-4-119B-2603": Mistral4Config,
     "GLM-5.3-Flash": Glm5NextConfig,
     "Gemma-3n-E4B": Gemma3nTextConfig,
+    "DeepSeek-V4-Flash": DeepseekV4Config,
 }
 
 
@@ -190,6 +199,14 @@ class Plainly:
         scores_HTT = (q_THd.transpose(0, 1) @ k_THd.permute(1, 2, 0)) * params.scale
         return (scores_HTT.softmax(-1) @ v_THe.transpose(0, 1)).transpose(0, 1)
 
+    def attend_compressed(self, layer, inputs, compressor):
+        windows = pack_windows([TOKENS], compressor.rate, compressor.reach, torch.device("cpu"))
+        keys_Wd, index_Wi = compressor.compress(compressor.states_Tx[windows.tokens_ML], windows.numbers_M)
+        if index_Wi is not None:
+            torch.einsum("thi,wi->htw", compressor.indexer.q_Thi, index_Wi)
+        keys_M1d = torch.cat((inputs.k_TGd, keys_Wd.unsqueeze(1)))
+        return self(layer, inputs._replace(k_TGd=keys_M1d, v_TGe=keys_M1d))
+
     def recurrent_state(self, layer):
         return self
 
@@ -214,6 +231,11 @@ def unlimited(layer):
     if isinstance(layer.mixer, MlaSpec) and layer.mixer.indexer is not None:
         top = TOKENS * layer.mixer.indexer.pool
         return replace(layer, mixer=replace(layer.mixer, indexer=replace(layer.mixer.indexer, top=top)))
+    if isinstance(layer.mixer, CompressedAttentionSpec):
+        own = layer.mixer.compressor
+        if own is not None and own.indexer is not None:
+            own = replace(own, indexer=replace(own.indexer, top=TOKENS))
+        return replace(layer, mixer=replace(layer.mixer, window=TOKENS, compressor=own))
     return layer
 
 

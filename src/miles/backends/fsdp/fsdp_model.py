@@ -338,7 +338,8 @@ class FsdpModel:
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         missing = dict(self.parameters())
-        dtype = next((p.dtype for name, p in missing.items() if not name.endswith(".correction")), self.dtype)
+        kept = (".correction", ".expert_table")  # in their own dtypes
+        dtype = next((p.dtype for name, p in missing.items() if not name.endswith(kept)), self.dtype)
         for name, full in hf.load_decoder_params(folder, self.spec, device="cpu", dtype=dtype):
             param = missing.pop(name, None)
             if param is None or full.shape != self._shards[name].full_shape:

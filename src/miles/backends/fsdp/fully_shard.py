@@ -82,7 +82,7 @@ def apply_fully_shard(
 
 def _must_stay_replicated(name: str, parameter: nn.Parameter) -> bool:
     """Whether a parameter is small and must not be rounded, or is a scalar, such as the scale of a packed weight."""
-    return name.endswith(".moe.correction") or not parameter.dim()
+    return name.endswith(".moe.correction") or not parameter.dim() or not parameter.is_floating_point()
 
 
 def accept_no_images(tower: VisionTower, width: int, num_deepstack: int) -> None:

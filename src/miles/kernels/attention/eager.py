@@ -63,14 +63,14 @@ def select_topk_tokens(q_Shd: Tensor, k_Md: Tensor, weights_Sh: Tensor, topk: in
     past = keys - length
     assert topk < keys, "topk must be less than the number of keys"
     wide = torch.promote_types(q_Shd.dtype, torch.float32)
-    k_dM = _operand(k_Md, wide).T
+    k_dM = as_operand(k_Md, wide).T
     selected_St = torch.empty(length, topk, device=q_Shd.device, dtype=_position_dtype(keys))
     step = max(1, max_scores_at_once(q_Shd) // (heads * keys))
     for lo in range(0, length, step):
         hi = min(lo + step, length)
         last = past + hi
-        q_Rd = _operand(q_Shd[lo:hi], wide).flatten(0, 1)
-        head_scores_QhK = _matmul(q_Rd[None], k_dM[None, :, :last], wide)[0].view(hi - lo, heads, last).relu_()
+        q_Rd = as_operand(q_Shd[lo:hi], wide).flatten(0, 1)
+        head_scores_QhK = matmul_wide(q_Rd[None], k_dM[None, :, :last], wide)[0].view(hi - lo, heads, last).relu_()
         # Rows have the full number of keys, because topk breaks ties depending on it.
         scores_QM = torch.full((hi - lo, keys), -math.inf, device=q_Shd.device, dtype=wide)
         scores_QM[:, :last] = torch.bmm(weights_Sh[lo:hi, None].to(wide), head_scores_QhK)[:, 0]
@@ -93,12 +93,12 @@ def _position_dtype(length: int) -> torch.dtype:
 # -- matmuls -------------------------------------------------------------------------------
 
 
-def _operand(x: Tensor, wide: torch.dtype) -> Tensor:
+def as_operand(x: Tensor, wide: torch.dtype) -> Tensor:
     """The matmul operand: unchanged where the GPU accumulates half precision in float32, else widened first."""
     return x if x.is_cuda else x.to(wide)
 
 
-def _matmul(a_NRx: Tensor, b_Nxy: Tensor, wide: torch.dtype) -> Tensor:
+def matmul_wide(a_NRx: Tensor, b_Nxy: Tensor, wide: torch.dtype) -> Tensor:
     """a @ b, accumulated and returned in the ``wide`` dtype."""
     return torch.bmm(a_NRx, b_Nxy) if a_NRx.dtype == wide else torch.bmm(a_NRx, b_Nxy, out_dtype=wide)
 
@@ -161,7 +161,7 @@ def _scores(
 ) -> tuple[Tensor, Tensor]:
     """Scores with minus infinity where masked, and tanh(scores) if there is a softcap (else the same tensor)."""
     params: AttentionParams = ctx.params
-    raw_NRK = _matmul(q_NRd, k_NKd.transpose(1, 2), ctx.wide)
+    raw_NRK = matmul_wide(q_NRd, k_NKd.transpose(1, 2), ctx.wide)
     build_mask = part.build_mask(params.window, selected_BXSt, ctx.block, ctx.keys, q_NRd.device)
     rows = part.rows.stop - part.rows.start
     if params.softcap is None:
@@ -201,7 +201,7 @@ class _EagerAttention(torch.autograd.Function):
                 lse_bGrQ.copy_(torch.logaddexp(lse_bGrQ, _view_sinks(ctx, sinks_H)))
             probs_NRK = scores_NRK.sub_(lse_bGrQ.reshape(*scores_NRK.shape[:2], 1)).exp_()
             values_NKe = part.select_keys(v_BGMe)
-            out_NRe = _matmul(probs_NRK.to(values_NKe.dtype), values_NKe, ctx.wide)
+            out_NRe = matmul_wide(probs_NRK.to(values_NKe.dtype), values_NKe, ctx.wide)
             out_bGrQe = out_BGrSe[part.rows, :, :, part.lo : part.hi]
             out_bGrQe.copy_(out_NRe.view(out_bGrQe.shape))
         ctx.save_for_backward(q_BSHd, k_BMGd, v_BMGe, sinks_H, selected_BXSt, out_BSHe, lse_BGrS)
@@ -211,7 +211,7 @@ class _EagerAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_BSHe: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q_BSHd, k_BMGd, v_BMGe, sinks_H, selected_BXSt, out_BSHe, lse_BGrS = ctx.saved_tensors
         q_BGrSd, k_BGMd, v_BGMe = _group_heads(ctx, q_BSHd, k_BMGd, v_BMGe)
-        grad_BGrSe = _by_group(_operand(grad_BSHe, ctx.wide), ctx.groups)
+        grad_BGrSe = _by_group(as_operand(grad_BSHe, ctx.wide), ctx.groups)
         # The sum of gradient times output of each query (delta).
         delta_BGrS = _by_group((grad_BSHe.to(ctx.wide) * out_BSHe).sum(-1, keepdim=True), ctx.groups)[..., 0]
         dq_BSHd = torch.empty_like(q_BSHd, memory_format=torch.contiguous_format)
@@ -227,16 +227,16 @@ class _EagerAttention(torch.autograd.Function):
             probs_NRK = scores_NRK.sub_(lse_BGrS[queries].reshape(column)).exp_()
             keys = (part.rows, slice(None), slice(part.first, part.last))
             dv_bGKe = dv_BGMe[keys]
-            dv_bGKe += _matmul(probs_NRK.to(grad_NRe.dtype).transpose(1, 2), grad_NRe, ctx.wide).view(dv_bGKe.shape)
-            d_NRK = _matmul(grad_NRe, part.select_keys(v_BGMe).transpose(1, 2), ctx.wide)
+            dv_bGKe += matmul_wide(probs_NRK.to(grad_NRe.dtype).transpose(1, 2), grad_NRe, ctx.wide).view(dv_bGKe.shape)
+            d_NRK = matmul_wide(grad_NRe, part.select_keys(v_BGMe).transpose(1, 2), ctx.wide)
             d_NRK.sub_(delta_BGrS[queries].reshape(column)).mul_(probs_NRK).mul_(ctx.params.scale)
             if ctx.params.softcap is not None:
                 d_NRK.mul_(raw_NRK.square_().neg_().add_(1))
             d_NRK = d_NRK.to(q_NRd.dtype)
             dq_bGrQd = dq_BGrSd[queries]
-            dq_bGrQd.copy_(_matmul(d_NRK, k_NKd, ctx.wide).view(dq_bGrQd.shape))
+            dq_bGrQd.copy_(matmul_wide(d_NRK, k_NKd, ctx.wide).view(dq_bGrQd.shape))
             dk_bGKd = dk_BGMd[keys]
-            dk_bGKd += _matmul(d_NRK.transpose(1, 2), q_NRd, ctx.wide).view(dk_bGKd.shape)
+            dk_bGKd += matmul_wide(d_NRK.transpose(1, 2), q_NRd, ctx.wide).view(dk_bGKd.shape)
         dsinks_H = None
         if sinks_H is not None:
             dsinks_BGrS = torch.exp(_view_sinks(ctx, sinks_H) - lse_BGrS).mul_(delta_BGrS)
@@ -252,8 +252,8 @@ def _by_group(x_BSHx: Tensor, groups: int) -> Tensor:
 
 def _group_heads(ctx: Any, q_BSHd: Tensor, k_BMGd: Tensor, v_BMGe: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Matmul operands: queries by group, keys and values contiguous by group."""
-    q_BGrSd = _by_group(_operand(q_BSHd, ctx.wide), ctx.groups)
-    k_BGMd, v_BGMe = (_operand(x, ctx.wide).transpose(1, 2).contiguous() for x in (k_BMGd, v_BMGe))
+    q_BGrSd = _by_group(as_operand(q_BSHd, ctx.wide), ctx.groups)
+    k_BGMd, v_BGMe = (as_operand(x, ctx.wide).transpose(1, 2).contiguous() for x in (k_BMGd, v_BMGe))
     return q_BGrSd, k_BGMd, v_BGMe
 
 

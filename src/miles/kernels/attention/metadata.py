@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from miles.kernels.attention.compressed import list_windows
 from miles.kernels.runtime.kv_cache import Ints
 
 # A further block costs about as much as attending to this many pages with one query.
@@ -131,6 +132,8 @@ class AttentionMetadata:
         self._visible_ends_T = visible_ends_T
         self._num_decodes = int((counts_B == 1).sum())
         self._blocks: dict[_VisibleRange, AttentionBlocks] = {}
+        self._windows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.page_size = factory.page_size
         self.slots_T = factory.to_device(slots_T)
         self.longest = int((starts_B + counts_B).max())
 
@@ -159,6 +162,18 @@ class AttentionMetadata:
         if visible_range not in self._blocks:
             self._blocks[visible_range] = self._build_blocks(visible_range)
         return self._blocks[visible_range]
+
+    def get_windows(self, rate: int, reach: int) -> tuple[Tensor, Tensor]:
+        """Windows of ``rate`` tokens that new tokens complete (``compressed``): the slots of the ``reach`` tokens that
+        each reads, and its number in the sequence.
+        """
+        if (rate, reach) not in self._windows:
+            stops_B = self._starts_B + self._counts_B
+            owners_M, numbers_M, positions_ML = list_windows(self._starts_B, stops_B, rate, reach)
+            pages_ML = self._block_table_BM[owners_M[:, None], positions_ML // self.page_size]
+            slots_ML = pages_ML * self.page_size + positions_ML % self.page_size
+            self._windows[rate, reach] = self._factory.to_device(slots_ML), self._factory.to_device(numbers_M)
+        return self._windows[rate, reach]
 
     def _build_blocks(self, visible_range: _VisibleRange) -> AttentionBlocks:
         if visible_range == _FULL and self.full_blocks.prefix_tokens is None:

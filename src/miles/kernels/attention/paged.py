@@ -20,6 +20,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from miles.kernels.attention.block_selection import mask_unselected_blocks
+from miles.kernels.attention.compressed import CompressorInputs
+from miles.kernels.attention.compressed_paged import attend_paged
 from miles.kernels.attention.index_pools import mask_unselected_pools, pool_index_keys
 from miles.kernels.attention.metadata import (
     AttentionBlock,
@@ -105,6 +107,10 @@ class PagedAttentionBackend:
         with sdpa_kernel(_SDPA_BACKENDS) if q_THd.is_cuda else nullcontext():
             out_THe = self._attend(call, selected)
         return out_THe if cache.values is not None else out_THe[..., : v_TGe.shape[-1]]
+
+    def attend_compressed(self, layer: int, inputs: AttentionInputs, compressor: CompressorInputs) -> Tensor:
+        """Attend to a window of tokens and to compressed keys."""
+        return attend_paged(self._cache.layers[layer], self._metadata.causal, inputs, compressor)
 
     def _attend(self, call: _LayerCall, selected: list[Tensor] | None) -> Tensor:
         window, chunk = self._limit_if_exceeded(call.params.window), self._limit_if_exceeded(call.params.chunk)

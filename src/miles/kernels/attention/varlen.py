@@ -6,7 +6,7 @@ longest, P all slots of all blocks, padding included, t tokens (or blocks of key
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import signature
@@ -20,6 +20,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from miles.kernels.attention.block_selection import select_topk_blocks
+from miles.kernels.attention.compressed import (
+    CompressorInputs,
+    WindowTokens,
+    compressed_attention,
+    pack_windows,
+    select_windows,
+)
 from miles.kernels.attention.eager import eager_attention, max_scores_at_once, select_topk_tokens
 from miles.kernels.attention.index_pools import select_pooled_tokens
 from miles.kernels.attention.params import AttentionInputs, BlockIndexerInputs, IndexerInputs, SequenceShard
@@ -221,6 +228,8 @@ class VarlenAttentionBackend:
         self._packed = _Pack(self._lengths, torch.device(device))
         self._chunked: dict[int, _Pack] = {}
         self._selections: dict[int, _TokenSelection | None] = {}
+        self._windows: dict[tuple[int, int], WindowTokens] = {}
+        self._window_selections: dict[int, list[Tensor | None]] = {}
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         q_THd, _, v_TGe, params, _, index = inputs
@@ -238,6 +247,53 @@ class VarlenAttentionBackend:
         if can_fuse(q_THd, v_TGe) and selection is None and params.softcap is None:
             return _attend_varlen(pack, inputs)
         return _attend_padded(pack, inputs, selection)
+
+    def attend_compressed(self, layer: int, inputs: AttentionInputs, compressor: CompressorInputs) -> Tensor:
+        """Attend to a window of tokens and to compressed keys, one sequence after the other."""
+        q_THd, k_T1d, params = inputs.q_THd, inputs.k_TGd, inputs.params
+        assert len(q_THd) == self._total, f"got {len(q_THd)} tokens for sequences of {self._total} in all"
+        assert params.window is not None, "compressed attention has a window"
+        windows = self._get_windows(compressor.rate, compressor.reach)
+        # Without a complete window too, so that the compressor gets gradients of zero.
+        states_Rx = compressor.states_Tx.index_select(0, windows.tokens_ML.flatten())
+        keys_Md, index_Mi = compressor.compress(states_Rx.unflatten(0, windows.tokens_ML.shape), windows.numbers_M)
+        if not self._total:
+            return q_THd + k_T1d + keys_Md.unsqueeze(1)
+        selections = self._select_windows(layer, compressor, index_Mi, windows.counts)
+        parts = (q_THd.split(self._lengths), k_T1d.squeeze(1).split(self._lengths), keys_Md.split(windows.counts))
+        options: dict[str, Any] = {"scale": params.scale, "window": params.window, "rate": compressor.rate}
+        outs = [
+            compressed_attention(q, k, compressed, sinks_H=inputs.sinks_H, selected_Sk=selected, **options)
+            for q, k, compressed, selected in zip(*parts, selections, strict=True)
+        ]
+        return torch.cat(outs)
+
+    def _get_windows(self, rate: int, reach: int) -> WindowTokens:
+        if (rate, reach) not in self._windows:
+            self._windows[rate, reach] = pack_windows(self._lengths, rate, reach, self._packed.device)
+        return self._windows[rate, reach]
+
+    def _select_windows(
+        self, layer: int, compressor: CompressorInputs, index_Mi: Tensor | None, counts: list[int]
+    ) -> list[Tensor | None]:
+        """The windows that an indexer selects in each sequence; None where all are visible."""
+        index = compressor.indexer
+        if index is None or index_Mi is None:
+            return [None] * len(counts)
+        if not self._is_recompute(layer, self._window_selections):
+            tensors = (index.q_Thi.split(self._lengths), index.weights_Th.split(self._lengths), index_Mi.split(counts))
+            self._window_selections[layer] = [
+                select_windows(index._replace(q_Thi=q, weights_Th=weights), keys, compressor.rate)
+                if len(keys) > index.topk
+                else None
+                for q, weights, keys in zip(*tensors, strict=True)
+            ]
+        return self._window_selections[layer]
+
+    @staticmethod
+    def _is_recompute(layer: int, selections: Mapping[int, object]) -> bool:
+        """Whether a layer runs again in backward: it must select the same, even if its kernels round differently."""
+        return layer in selections and torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
 
     def recurrent_state(self, layer: int) -> FreshRecurrentState:
         """What a recurrent layer left behind: every sequence begins here."""
@@ -259,9 +315,7 @@ class VarlenAttentionBackend:
                 f"layer {layer} reuses the selection of layer {index}, which has not run yet"
             )
             return self._selections[index]
-        # A layer that is recomputed in backward must select the same tokens, even if its kernels round differently.
-        is_recompute = layer in self._selections and torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
-        if not is_recompute:
+        if not self._is_recompute(layer, self._selections):
             is_sparse = index.max_selected < self._packed.longest
             self._selections[layer] = self._run_selection(index) if is_sparse else None
         return self._selections[layer]

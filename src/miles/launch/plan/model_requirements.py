@@ -42,6 +42,7 @@ from miles.models.resolve import resolve_spec
 from miles.models.spec import (
     AttentionSpec,
     BlockIndexerSpec,
+    CompressedAttentionSpec,
     DecoderSpec,
     GatedDeltaNetSpec,
     KimiDeltaSpec,
@@ -233,6 +234,10 @@ def _describe_layer(layer: LayerSpec) -> str:
             mixer = "MLA"
         case MlaSpec():
             mixer = "sparse MLA"
+        case CompressedAttentionSpec(compressor=None):
+            mixer = f"attention over {layer.mixer.window:,}"
+        case CompressedAttentionSpec():
+            mixer = "compressed attention"
         case None:
             mixer = ""
         case recurrent:

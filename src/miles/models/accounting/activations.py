@@ -23,6 +23,8 @@ from miles.models.lora.targets import LoraSpec
 from miles.models.quantization import quantizes_layer
 from miles.models.spec import (
     AttentionSpec,
+    CompressedAttentionSpec,
+    CompressorSpec,
     DecoderSpec,
     GatedDeltaNetSpec,
     HyperConnectionSpec,
@@ -119,6 +121,21 @@ class _SavedBytes:
         total += self.numbers(2 * queries + expanded + values)
         return total + self._attention_output(spec.num_heads, values)
 
+    def compressed_attention(self, spec: CompressedAttentionSpec) -> float:
+        """Queries before their norm and rotated, keys rotated, the output in groups, and what each projects to."""
+        queries, outputs = spec.num_heads * spec.head_dim, spec.output_groups * spec.output_rank
+        total = self.norm(spec.query_rank) + self.norm(spec.head_dim) + 4.0 * spec.num_heads
+        total += self.numbers(3 * queries + outputs + 2 * (spec.rope.dim or 0))
+        total += self._attention_output(spec.num_heads, queries)
+        return total if spec.compressor is None else total + self.compressor(spec.compressor, spec.head_dim)
+
+    def compressor(self, spec: CompressorSpec, width: int) -> float:
+        """What a token adds to windows, its weights in float32, the windows' keys, and those selected for it."""
+        reads = 2 if spec.overlap else 1
+        weights = reads * width * (4.0 if self.size == 4 else 4.0 + self.size)
+        selected = 0.0 if spec.indexer is None else 4.0 * spec.indexer.top
+        return self.numbers(2 * width + 4 * width / spec.rate) + weights + 8.0 * reads + selected
+
     def delta(self, spec: GatedDeltaNetSpec) -> float:
         """Projections and convolution in the model's precision; the chunked recurrence in float32."""
         heads = spec.value_heads
@@ -187,6 +204,23 @@ class _SavedBytes:
         routers = 4 * width + streams**2 + 3 * streams
         return self.numbers(3 * streams * width + width + routers + rank) + 8.0 + self.post_norm(width)
 
+    def mixer(self, mixer: Mixer) -> float:
+        match mixer:
+            case AttentionSpec():
+                return self.attention(mixer)
+            case MlaSpec():
+                return self.mla(mixer)
+            case CompressedAttentionSpec():
+                return self.compressed_attention(mixer)
+            case GatedDeltaNetSpec():
+                return self.delta(mixer)
+            case KimiDeltaSpec():
+                return self.kda(mixer)
+            case MambaSpec():
+                return self.mamba(mixer)
+            case ShortConvSpec():
+                return self.short_conv(mixer)
+
     def layer(self, layer: LayerSpec, width: int) -> float:
         total = self.per_layer_input(layer.per_layer_size, width) if layer.per_layer_size else 0.0
         total += 0.0 if layer.hyper is None else 2 * self.hyper_connection(layer.hyper, width)
@@ -194,19 +228,7 @@ class _SavedBytes:
             total += self.altup(layer.altup.streams, layer.laurel_rank, width)
         if layer.mixer is not None:
             total += self.norm(width) + (self.post_norm(width) if layer.post_norms else 0.0)
-            match layer.mixer:
-                case AttentionSpec():
-                    total += self.attention(layer.mixer)
-                case MlaSpec():
-                    total += self.mla(layer.mixer)
-                case GatedDeltaNetSpec():
-                    total += self.delta(layer.mixer)
-                case KimiDeltaSpec():
-                    total += self.kda(layer.mixer)
-                case MambaSpec():
-                    total += self.mamba(layer.mixer)
-                case ShortConvSpec():
-                    total += self.short_conv(layer.mixer)
+            total += self.mixer(layer.mixer)
         if layer.ffn is not None:
             total += self.norm(width) + (self.post_norm(width) if layer.post_norms else 0.0)
             total += self.mlp(layer.ffn) if isinstance(layer.ffn, MlpSpec) else self.moe(layer.ffn, width)
@@ -291,6 +313,11 @@ def _mixer_outputs(mixer: Mixer | None, width: int) -> _Outputs:
             linear = (mixer.query_rank or 0) + mixer.num_heads * mixer.head_dim + mixer.kv_rank + mixer.rope_dim
             linear += mixer.num_heads * (mixer.nope_dim + mixer.value_dim) + width
             return _Outputs(mixer.num_heads * mixer.value_dim, linear, 0.0, 4.0 * mixer.num_heads)
+        case CompressedAttentionSpec():
+            queries, outputs = mixer.num_heads * mixer.head_dim, mixer.output_groups * mixer.output_rank
+            states = 0 if mixer.compressor is None else mixer.compressor.state_dim(mixer.head_dim)
+            linear = mixer.query_rank + queries + mixer.head_dim + states + width
+            return _Outputs(queries, linear + outputs, 0.0, 4.0 * mixer.num_heads)
         case GatedDeltaNetSpec():
             projected = mixer.key_heads * mixer.key_dim + mixer.value_heads * (mixer.value_dim + 1)
             return _Outputs(linear=2 * projected + width)

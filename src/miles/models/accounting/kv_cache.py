@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from miles.kernels.numerics import Numerics
 from miles.models.spec import (
     AttentionSpec,
+    CompressedAttentionSpec,
     GatedDeltaNetSpec,
     KimiDeltaSpec,
     MambaSpec,
@@ -63,23 +64,11 @@ def cache_layout(mixer: Mixer | None, numerics: Numerics) -> PerTokenCache | Per
                 index_dim=0 if mixer.indexer is None else mixer.indexer.head_dim,
             )
         case MlaSpec():
-            has_indexer = mixer.indexer is not None and mixer.indexer.source is None
-            index = mixer.indexer.head_dim if mixer.indexer is not None and has_indexer else 0
-            if mixer.indexer is not None and mixer.indexer.pool > 1:  # a gate of each channel of a key
-                index *= 2
-            if (
-                numerics.batch_invariant
-            ):  # the engine then caches expanded keys and values, as the trainer computes them
-                return PerTokenCache(
-                    heads=mixer.num_heads, key_dim=mixer.head_dim, value_dim=mixer.value_dim, index_dim=index
-                )
-            return PerTokenCache(
-                heads=1,
-                key_dim=mixer.kv_rank + mixer.rope_dim,
-                value_dim=0,
-                index_dim=index,
-                rope_dim=mixer.rope_dim,
-            )
+            return _lay_out_mla(mixer, numerics)
+        case CompressedAttentionSpec():  # the state of a token is kept where an indexer's key is
+            index = 0 if mixer.compressor is None else mixer.compressor.state_dim(mixer.head_dim)
+            rope_dim = mixer.rope.dim or 0
+            return PerTokenCache(heads=1, key_dim=mixer.head_dim, value_dim=0, index_dim=index, rope_dim=rope_dim)
         case GatedDeltaNetSpec():
             channels = 2 * mixer.key_heads * mixer.key_dim + mixer.value_heads * mixer.value_dim
             state = (mixer.value_heads, mixer.key_dim, mixer.value_dim)
@@ -94,3 +83,19 @@ def cache_layout(mixer: Mixer | None, numerics: Numerics) -> PerTokenCache | Per
             return PerSequenceState(shapes=((channels, mixer.kernel - 1), state), wide=(False, True))
         case ShortConvSpec():
             return PerSequenceState(shapes=((mixer.channels, mixer.kernel - 1),), wide=(False,))
+
+
+def _lay_out_mla(mixer: MlaSpec, numerics: Numerics) -> PerTokenCache:
+    has_indexer = mixer.indexer is not None and mixer.indexer.source is None
+    index = mixer.indexer.head_dim if mixer.indexer is not None and has_indexer else 0
+    if mixer.indexer is not None and mixer.indexer.pool > 1:  # a gate of each channel of a key
+        index *= 2
+    if numerics.batch_invariant:  # the engine then caches expanded keys and values, as the trainer computes them
+        return PerTokenCache(heads=mixer.num_heads, key_dim=mixer.head_dim, value_dim=mixer.value_dim, index_dim=index)
+    return PerTokenCache(
+        heads=1,
+        key_dim=mixer.kv_rank + mixer.rope_dim,
+        value_dim=0,
+        index_dim=index,
+        rope_dim=mixer.rope_dim,
+    )

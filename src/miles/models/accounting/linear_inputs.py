@@ -14,6 +14,7 @@ from miles.models.lora.targets import LoraSpec
 from miles.models.quantization import find_quantized_layer
 from miles.models.spec import (
     AttentionSpec,
+    CompressedAttentionSpec,
     GatedDeltaNetSpec,
     KimiDeltaSpec,
     LayerSpec,
@@ -110,6 +111,12 @@ def _list_mixer_inputs(mixer: Mixer | None, width: int) -> Iterator[LinearInput]
                 yield LinearInput(("mla.q_b",), mixer.query_rank)
             yield LinearInput(("mla.kv_b",), mixer.kv_rank)
             yield LinearInput(("mla.output",), mixer.num_heads * mixer.value_dim)
+        case CompressedAttentionSpec():
+            compressor = ("compressed.compressor.kv_gate",) if mixer.compressor is not None else ()
+            yield LinearInput(("compressed.q_a", "compressed.kv", *compressor), width)
+            yield LinearInput(("compressed.q_b",), mixer.query_rank)
+            yield LinearInput(("compressed.output_groups",), mixer.num_heads * mixer.head_dim)
+            yield LinearInput(("compressed.output",), mixer.output_groups * mixer.output_rank)
         case GatedDeltaNetSpec():
             yield LinearInput(("delta.qkvz", "delta.ba"), width)
             yield LinearInput(("delta.output",), mixer.value_heads * mixer.value_dim)

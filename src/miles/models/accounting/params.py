@@ -9,7 +9,13 @@ from math import prod
 from miles.kernels.numerics import FAST, Numerics
 from miles.models.accounting.kv_cache import PerSequenceState, PerTokenCache, cache_layout
 from miles.models.checkpoint.hf_names import HF_NAMES
-from miles.models.checkpoint.param_map import build_layer_map, map_altup_streams, map_per_layer_input, param_shape
+from miles.models.checkpoint.param_map import (
+    build_layer_map,
+    map_altup_streams,
+    map_hyper_head,
+    map_per_layer_input,
+    param_shape,
+)
 from miles.models.checkpoint.param_slices import ModuleNames
 from miles.models.checkpoint.vision_names import map_vision
 from miles.models.families.registry import find_family
@@ -19,6 +25,7 @@ from miles.models.parallel.tp_sharding import shard_spec
 from miles.models.quantization import find_quantized_layer, fused_segments, quantizes_layer
 from miles.models.spec import (
     AttentionSpec,
+    CompressedAttentionSpec,
     DecoderSpec,
     GatedDeltaNetSpec,
     KimiDeltaSpec,
@@ -45,9 +52,11 @@ _MASTER_BYTES = 4
 # Parameters with one expert per row of dimension 0.
 _EXPERTS = frozenset(f".moe.{name}" for name in ("gate_up", "up", "down", "gate_up_bias", "down_bias"))
 # Matrices that are added to values.
-_ADDED = ".indexer.pool_bias"
-# Parameters too small to shard.
-_SHORT = frozenset({".moe.correction"})
+_ADDED = (".indexer.pool_bias", ".position_bias")
+# A table of integers.
+_TABLE = ".moe.expert_table"
+# Parameters that are not sharded.
+_SHORT = frozenset({".moe.correction", _TABLE})
 
 # 8-bit optimizer state: values that share a scale, and the smallest parameter that is quantized.
 _QUANTIZED_BLOCK = 256
@@ -73,7 +82,7 @@ def _layer_size(layer: LayerSpec, width: int, family: str) -> _Size:
         matmul=sum(
             prod(shape)
             for name, shape in shapes.items()
-            if len(shape) == 2 and name not in _EXPERTS and not name.endswith(_ADDED)
+            if len(shape) == 2 and name not in _EXPERTS and name != _TABLE and not name.endswith(_ADDED)
         ),
     )
 
@@ -118,10 +127,10 @@ def parameter_count(spec: DecoderSpec) -> int:
 
 def _per_layer_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     """Return the shapes of what computes the inputs of layers with one of their own, and their streams, by name."""
-    if spec.per_layer_input is None:  # so are all models that transformers runs, which are of no family here
+    if spec.per_layer_input is None and spec.hyper is None:  # so are all models that transformers runs
         return {}
     names = {**HF_NAMES, **find_family(spec.family).names}
-    params = map_per_layer_input(spec, names) | map_altup_streams(spec, names)
+    params = map_per_layer_input(spec, names) | map_altup_streams(spec, names) | map_hyper_head(spec, names)
     return {name: tuple(param_shape(slices)) for name, slices in params.items()}
 
 
@@ -351,7 +360,11 @@ def forward_flops_per_token(spec: DecoderSpec, context: float = 0.0) -> float:
 
     ``context`` is the average number of earlier tokens. A training step costs three times as much.
     """
-    outer = (prod(shape) for name, shape in _per_layer_shapes(spec).items() if "projection" in name)
+    outer = (
+        prod(shape)
+        for name, shape in _per_layer_shapes(spec).items()
+        if "projection" in name or name == "hyper_head.fn"
+    )
     matmul = float(_vocabulary(spec) + sum(outer))
     attention = 0.0
     if isinstance(spec, HfAdapterSpec):  # nearly everything except the embedding is a matmul weight
@@ -389,6 +402,8 @@ def _mixer_flops(mixer: Mixer | None, context: float) -> float:
             if index is not None and index.source is None:
                 scored = 2.0 * context / index.pool * index.num_heads * index.head_dim
             return 2.0 * visible * mixer.num_heads * (mixer.head_dim + mixer.value_dim) + scored
+        case CompressedAttentionSpec():
+            return _compressed_attention_flops(mixer, context)
         case GatedDeltaNetSpec():
             within = 4.0 * mixer.key_heads * mixer.key_dim + 2.0 * mixer.value_heads * mixer.value_dim
             return 6.0 * mixer.value_heads * mixer.key_dim * mixer.value_dim + within * CHUNK
@@ -401,3 +416,14 @@ def _mixer_flops(mixer: Mixer | None, context: float) -> float:
             return 4.0 * mixer.num_heads * mixer.head_dim * mixer.state_dim + within * CHUNK
         case ShortConvSpec() | None:
             return 0.0
+
+
+def _compressed_attention_flops(mixer: CompressedAttentionSpec, context: float) -> float:
+    """Compute the FLOPs of a token attending to a window, and to compressed keys of all earlier tokens."""
+    visible = min(context, mixer.window)
+    scored = 0.0
+    if (compressor := mixer.compressor) is not None:
+        windows, index = context / compressor.rate, compressor.indexer
+        visible += windows if index is None else min(windows, index.top)
+        scored = 0.0 if index is None else 2.0 * windows * index.num_heads * index.head_dim
+    return 4.0 * visible * mixer.num_heads * mixer.head_dim + scored

@@ -189,6 +189,7 @@ class EngineSide:
         for layer in self.spec.layers:
             layout = cache_layout(layer.mixer, self.numerics)
             if isinstance(layout, PerTokenCache):
+                # Of compressed attention all is counted: the states of tokens, though only their windows are read.
                 seen = _count_visible(layer.mixer) if isinstance(layer.mixer, AttentionSpec | MlaSpec) else inf
                 size = layout.bytes_per_token(BYTES[self.dtype], self.numerics)
                 sizes[seen] = sizes.get(seen, 0.0) + size

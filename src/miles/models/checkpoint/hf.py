@@ -29,6 +29,7 @@ from miles.models.families import spec_from_config
 from miles.models.hf_adapter import checkpoint as hf_adapter
 from miles.models.hf_adapter.decoder import HfDecoder
 from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.layers.moe import MoeMlp
 from miles.models.layers.norm import RMSNorm
 from miles.models.lora.layout import build_factor_map
 from miles.models.quantization import plan_quantization
@@ -254,6 +255,13 @@ def sample_params(module: nn.Module, *, seed: int, device: torch.device | str) -
     return tensors
 
 
+def _deal_experts(module: nn.Module, shape: torch.Size) -> Tensor:
+    """Return different experts for each token, all of them equally often."""
+    assert isinstance(module, MoeMlp)
+    tokens, each = shape
+    return torch.arange(tokens * each).view(shape) % module.spec.num_experts
+
+
 def _init_param(name: str, module: nn.Module, shape: torch.Size, generator: torch.Generator) -> Tensor:
     if name == "A_log":
         return torch.linspace(*_DECAY_RATES, shape.numel()).log().view(shape)
@@ -262,6 +270,8 @@ def _init_param(name: str, module: nn.Module, shape: torch.Size, generator: torc
         return steps.expm1().log()  # the inverse of softplus
     if name in CLIP_BOUNDS:
         return torch.full(shape, -math.inf if name.endswith("min") else math.inf)
+    if name == "expert_table":
+        return _deal_experts(module, shape)
     if name.endswith("bias") or name in ("sinks", "correction"):
         return torch.zeros(shape)
     if len(shape) == 1 and name != "class_token":

@@ -11,6 +11,8 @@ from types import MappingProxyType
 from miles.models.checkpoint.param_slices import HfSlice, ModuleNames, ParamMap, concat_slices
 from miles.models.spec import (
     AttentionSpec,
+    CompressedAttentionSpec,
+    CompressorSpec,
     GatedDeltaNetSpec,
     IndexerSpec,
     KimiDeltaSpec,
@@ -34,6 +36,7 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "output_scale": "layer_scalar",
         "attention_hyper": "hc_attn",
         "mlp_hyper": "hc_ffn",
+        "hyper_head": "hc_head",
         "per_layer_gate": "per_layer_input_gate",
         "per_layer_projection": "per_layer_projection",
         "per_layer_norm": "post_per_layer_input_norm",
@@ -55,6 +58,7 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         # mixers
         "attention": "self_attn",
         "mla": "self_attn",
+        "compressed": "attn",
         "delta": "linear_attn",
         "kda": "self_attn",
         "mamba": "mixer",
@@ -80,6 +84,14 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "index_weights": "weights_proj",
         "index_pool_gate": "index_kpool_compress_gate",
         "index_pool_bias": "index_kpool_compress_ape",
+        "kv": "wkv",
+        "kv_norm": "kv_norm",
+        "output_groups": "wo_a",
+        "compressor": "compressor",
+        "compressor_kv": "wkv",
+        "compressor_gate": "wgate",
+        "compressor_bias": "ape",
+        "compressor_norm": "norm",
         "block_indexer": "",
         "block_index_q": "index_q_proj",
         "block_index_k": "index_k_proj",
@@ -116,6 +128,7 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "moe": "mlp",
         "router": "gate",
         "correction": "gate.e_score_correction_bias",
+        "expert_table": "gate.tid2eid",
         "expert": "experts.{}",
         "expert_gate": "gate_proj",
         "expert_up": "up_proj",
@@ -199,6 +212,38 @@ def _map_indexer(spec: IndexerSpec, rank: int, width: int, module: ModuleNames) 
         params |= module.tensor("pool_gate.weight", "index_pool_gate", (spec.head_dim, width), suffix="")
         params |= module.tensor("pool_bias", "index_pool_bias", (spec.pool, spec.head_dim), suffix="")
     return params
+
+
+def map_compressed_attention(spec: CompressedAttentionSpec, width: int, module: ModuleNames) -> ParamMap:
+    """Compressed attention: every projection is one tensor in the checkpoint, but those of a compressor are fused."""
+    queries, outputs = spec.num_heads * spec.head_dim, spec.output_groups * spec.output_rank
+    params = module.linear("q_a", {"q_a": spec.query_rank}, width, bias=False)
+    params |= module.tensor("q_a_norm.weight", "q_a_norm", (spec.query_rank,))
+    params |= module.linear("q_b", {"q_b": queries}, spec.query_rank, bias=False)
+    params |= module.linear("kv", {"kv": spec.head_dim}, width, bias=False)
+    params |= module.tensor("kv_norm.weight", "kv_norm", (spec.head_dim,))
+    params |= module.tensor("sinks", "sinks", (spec.num_heads,), suffix="")
+    params |= module.tensor("output_groups.weight", "output_groups", (outputs, queries // spec.output_groups))
+    params |= module.linear("output", {"o": width}, outputs, bias=False)
+    own = spec.compressor
+    if own is None:
+        return params
+    params |= _map_compressor(own, spec.head_dim, width, module.submodule("compressor", "compressor"))
+    if own.indexer is not None:
+        indexer = module.submodule("indexer", "indexer")
+        rows = own.indexer.num_heads * own.indexer.head_dim
+        params |= indexer.linear("wq_b", {"index_q": rows}, spec.query_rank, bias=False)
+        params |= indexer.linear("weights_proj", {"index_weights": own.indexer.num_heads}, width, bias=False)
+        params |= _map_compressor(own, own.indexer.head_dim, width, indexer.submodule("compressor", "compressor"))
+    return params
+
+
+def _map_compressor(spec: CompressorSpec, head_dim: int, width: int, module: ModuleNames) -> ParamMap:
+    channels = head_dim * (2 if spec.overlap else 1)
+    rows = {"compressor_kv": channels, "compressor_gate": channels}
+    params = module.linear("kv_gate", rows, width, bias=False)
+    params |= module.tensor("position_bias", "compressor_bias", (spec.rate, channels), suffix="")
+    return params | module.tensor("norm.weight", "compressor_norm", (head_dim,))
 
 
 def map_gated_deltanet(spec: GatedDeltaNetSpec, width: int, module: ModuleNames) -> ParamMap:
@@ -294,6 +339,9 @@ def map_moe(spec: MoeSpec, width: int, module: ModuleNames) -> ParamMap:
     if spec.correction:
         row = module.names.get("correction_layout") == "row"
         params |= module.tensor("correction", "correction", (count,), suffix="", row=row)
+    if spec.hash_vocab:
+        shape = (spec.hash_vocab, spec.experts_per_token)
+        params |= module.tensor("expert_table", "expert_table", shape, suffix="", integer=True)
     rows = 2 * spec.size if spec.gated else spec.size
     name = "gate_up" if spec.gated else "up"
     if "stacked" in module.names:

@@ -9,6 +9,7 @@ from miles.models.checkpoint.hf_names import (
     HF_NAMES,
     map_altup,
     map_attention,
+    map_compressed_attention,
     map_gated_deltanet,
     map_kimi_delta,
     map_laurel,
@@ -23,6 +24,7 @@ from miles.models.checkpoint.vision_names import map_vision
 from miles.models.families.registry import find_family
 from miles.models.spec import (
     AttentionSpec,
+    CompressedAttentionSpec,
     DecoderSpec,
     FeedForward,
     GatedDeltaNetSpec,
@@ -53,6 +55,8 @@ def _map_mixer(mixer: Mixer, width: int, layer: ModuleNames) -> ParamMap:
             return map_attention(mixer, width, layer.submodule("attention", "attention"))
         case MlaSpec():
             return map_mla(mixer, width, layer.submodule("mla", "mla"))
+        case CompressedAttentionSpec():
+            return map_compressed_attention(mixer, width, layer.submodule("compressed", "compressed"))
         case GatedDeltaNetSpec():
             return map_gated_deltanet(mixer, width, layer.submodule("delta", "delta"))
         case KimiDeltaSpec():
@@ -108,6 +112,17 @@ def _map_hyper_connections(spec: HyperConnectionSpec, width: int, layer: ModuleN
     }
 
 
+def map_hyper_head(spec: DecoderSpec, names: Mapping[str, str]) -> ParamMap:
+    """Map the weights that join residual streams behind the last layer, if they are learned."""
+    hyper = spec.hyper
+    if hyper is None or not hyper.learned_join:
+        return {}
+    shapes = {"fn": (hyper.streams, hyper.streams * spec.hidden_size), "base": (hyper.streams,), "scale": (1,)}
+    return {
+        f"hyper_head.{name}": concat_slices((f"{names['hyper_head']}_{name}", shape)) for name, shape in shapes.items()
+    }
+
+
 def map_per_layer_input(spec: DecoderSpec, names: Mapping[str, str]) -> ParamMap:
     """Map what computes the inputs of layers that have one of their own."""
     own = spec.per_layer_input
@@ -140,6 +155,7 @@ def build_param_map(spec: DecoderSpec) -> Mapping[str, tuple[HfSlice, ...]]:
     params |= map_altup_streams(spec, names)
     for i, layer in enumerate(spec.layers):
         params |= build_layer_map(layer, width, ModuleNames(f"layers.{i}", names["layer"].format(i), names))
+    params |= map_hyper_head(spec, names)
     params["norm.weight"] = concat_slices((f"{names['norm']}.weight", (width,)))
     if not spec.tie_embeddings:
         params["lm_head.weight"] = concat_slices((f"{names['lm_head']}.weight", vocabulary))

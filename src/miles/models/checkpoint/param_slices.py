@@ -18,6 +18,7 @@ class HfSlice:
     That part is rows ``start`` to ``stop``, of one expert's matrix if ``expert`` is set. The last two dimensions of a
     ``transposed`` tensor are swapped on disk. A ``row`` is a vector that has a first dimension of one on disk. Of
     stacked experts whose gates and ups are two tensors, ``matrix_rows`` are the rows that it fills of every matrix.
+    An ``integer`` tensor holds integers on disk.
     """
 
     hf_name: str
@@ -28,6 +29,7 @@ class HfSlice:
     transposed: bool = False
     row: bool = False
     matrix_rows: tuple[int, int] | None = None
+    integer: bool = False
 
     def view(self, tensor: Any) -> Any:
         """Return the part of the decoder parameter ``tensor`` that this slice is: a view, shaped as on disk."""
@@ -116,10 +118,18 @@ class ModuleNames:
         return params
 
     def tensor(
-        self, name: str, key: str, shape: Shape, *, suffix: str = "weight", transposed: bool = False, row: bool = False
+        self,
+        name: str,
+        key: str,
+        shape: Shape,
+        *,
+        suffix: str = "weight",
+        transposed: bool = False,
+        row: bool = False,
+        integer: bool = False,
     ) -> ParamMap:
         """Map one tensor; ``shape`` is the decoder's."""
         hf_shape = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
         hf_shape = (1, *shape) if row else hf_shape
-        hf_slice = HfSlice(self.hf_name(key, suffix), hf_shape, 0, shape[0], None, transposed, row)
+        hf_slice = HfSlice(self.hf_name(key, suffix), hf_shape, 0, shape[0], None, transposed, row, integer=integer)
         return {f"{self.prefix}.{name}": (hf_slice,)}

@@ -32,6 +32,7 @@ from miles.models.spec import DecoderSpec
 __all__ = ["FLOATS", "ParamSource", "PlainTensor", "locate_params", "locate_tensors", "read_quant_config"]
 
 FLOATS = ("F32", "F16", "BF16")
+_INTEGERS = ("I64", "I32")
 _FP8 = "F8_E4M3"
 _NARROW = {"e4m3": _FP8, "int8": "I8"}
 # Values that share a scale in MXFP4, and their size in bytes.
@@ -147,6 +148,8 @@ class _Search:
 
     def find(self, piece: HfSlice) -> TensorFormat:
         name, shape = piece.hf_name, piece.shape
+        if piece.integer:
+            return PlainTensor(self._take(name, shape, "config.json requires it", *_INTEGERS))
         plain = self._stored.get(name)
         if (plain is None or plain.dtype not in FLOATS) and len(shape) in (2, 3):
             quantized = self._find_quantized(name, shape, plain)

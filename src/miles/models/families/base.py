@@ -60,8 +60,9 @@ class ModelFamily:
     def published_name(self, hf_name: str) -> str:
         """Return the name that published checkpoints have for a tensor."""
         for prefix, published in self.prefixes.items():
-            if hf_name.startswith(prefix) and not hf_name.startswith(published):
-                return published + hf_name.removeprefix(prefix)
+            if hf_name.startswith(prefix) and not (published and hf_name.startswith(published)):
+                hf_name = published + hf_name.removeprefix(prefix)
+                break
         for part, published in self.renames.items():
             hf_name = hf_name.replace(part, published)
         return hf_name

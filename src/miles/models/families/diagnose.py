@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 _ACTIVATIONS = frozenset({"silu", "swish", "gelu_pytorch_tanh", "gelu_tanh", "relu2"})
+_SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 _LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "moe", "mlp"})
+_LAYERS |= {"compressed_sparse_attention", "heavily_compressed_attention"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +26,9 @@ _KEYS: tuple[tuple[str, str, bool], ...] = (
     ("kv_lora_rank", "multi-head latent attention (MLA)", True),
     ("index_topk", "a sparse-attention indexer", True),
     ("index_kpool", "an indexer of pools of tokens", True),
-    ("compress_rates", "compressed keys and values beside a window (CSA, HCA)", False),
-    ("compress_ratios", "compressed keys and values beside a window (CSA, HCA)", False),
-    ("o_groups", "an output projection in groups of heads", False),
+    ("compress_rates", "compressed keys and values beside a window (CSA, HCA)", True),
+    ("compress_ratios", "compressed keys and values beside a window (CSA, HCA)", True),
+    ("o_groups", "an output projection in groups of heads", True),
     ("hc_mult", "hyper-connections", True),
     ("linear_num_key_heads", "Gated DeltaNet", True),
     ("mamba_num_heads", "Mamba-2", True),
@@ -39,7 +41,7 @@ _KEYS: tuple[tuple[str, str, bool], ...] = (
     ("num_local_experts", "a mixture of experts", True),
     ("n_routed_experts", "a mixture of experts", True),
     ("n_shared_experts", "shared experts", True),
-    ("num_hash_layers", "experts selected by the token's id (hash routing)", False),
+    ("num_hash_layers", "experts selected by the token's id (hash routing)", True),
     ("is_encoder_decoder", "an encoder beside the decoder", False),
     ("residual_multiplier", "a scaled residual stream", False),
     ("logits_scaling", "scaled logits", False),
@@ -82,9 +84,9 @@ def list_mechanisms(config: Mapping[str, Any]) -> Iterator[Mechanism]:
             yield Mechanism(f"the activation {act}", key, act in _ACTIVATIONS)
     score = merged.get("scoring_func")
     if score is not None:
-        yield Mechanism(f"a router with {score} scores", "scoring_func", score in ("softmax", "sigmoid"))
+        yield Mechanism(f"a router with {score} scores", "scoring_func", score in _SCORES)
     if "hash_moe" in (merged.get("mlp_layer_types") or ()) and "num_hash_layers" not in merged:
         name = "experts selected by the token's id (hash routing)"
-        yield Mechanism(name, "mlp_layer_types", supported=False)
+        yield Mechanism(name, "mlp_layer_types", supported=True)
     for kind in sorted(set(merged.get("layer_types") or ()) - _LAYERS):
         yield Mechanism(f"layers of kind {kind}", "layer_types", supported=False)

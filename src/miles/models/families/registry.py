@@ -8,6 +8,7 @@ from typing import Any
 from miles.core.errors import UsageError
 from miles.models.families import (
     deepseek,
+    deepseek_v4,
     ernie4_5,
     gemma,
     gemma3,
@@ -45,6 +46,7 @@ from miles.models.spec import DecoderSpec
 
 _MODULES = (
     deepseek,
+    deepseek_v4,
     ernie4_5,
     gemma,
     gemma3,

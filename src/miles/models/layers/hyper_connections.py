@@ -51,6 +51,27 @@ class HyperConnection(nn.Module):
         return torch.baddbmm(write_TS.unsqueeze(-1) * out_TD.unsqueeze(1), mix_TSS.transpose(1, 2), x_TSD)
 
 
+class HyperHead(nn.Module):
+    """Joins the streams behind the last layer: their sum by weights that depend on the token."""
+
+    def __init__(
+        self, spec: HyperConnectionSpec, model: DecoderSpec, *, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.eps, self.norm_eps = spec.eps, model.norm_eps
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.fn = nn.Parameter(torch.empty(spec.streams, spec.streams * model.hidden_size, **factory))
+        self.base = nn.Parameter(torch.empty(spec.streams, **factory))
+        self.scale = nn.Parameter(torch.empty(1, **factory))
+
+    def forward(self, x_TSD: Tensor) -> Tensor:
+        wide = torch.promote_types(x_TSD.dtype, torch.float32)
+        flat_TX = x_TSD.flatten(1).to(wide)
+        logits_TS = F.linear(F.rms_norm(flat_TX, flat_TX.shape[-1:], None, self.norm_eps), self.fn.to(wide))
+        weights_TS = (logits_TS * self.scale.to(wide) + self.base.to(wide)).sigmoid() + self.eps
+        return (weights_TS.unsqueeze(-1) * x_TSD).sum(1).to(x_TSD.dtype)
+
+
 class _MixingWeights(torch.autograd.Function):
     """Weights to read and to write, and matrices; saves its inputs and recomputes the iterations in backward."""
 

@@ -1,6 +1,7 @@
 """Mixture of experts: router in float32, fused expert computation, and recording or replay of the routed experts.
 
-Shapes: T tokens, D hidden, I intermediate, E experts, k experts per token, R = T * k rows, L MoE layers.
+Shapes: T tokens, D hidden, I intermediate, E experts, k experts per token, R = T * k rows, L MoE layers, V
+tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Routing:
     ``replay_TLk`` are experts to use in place of the router's selection, L counting MoE layers in ascending order; a
     token with a negative entry in a layer keeps the router's selection there. With ``record``, ``recorded`` receives
     one integer tensor [T, k] per MoE layer, in order. ``load_LE``, if given, is incremented by how often each expert
-    was selected.
+    was selected. ``tokens_T`` are the ids of the tokens, for layers that look experts up by them (hash routing); the
+    decoder sets them.
     """
 
     replay_TLk: Tensor | None = None
@@ -58,6 +60,7 @@ class Routing:
     recorded: list[Tensor] = field(default_factory=list)
     load_LE: Tensor | None = None
     counted: set[int] = field(default_factory=set)
+    tokens_T: Tensor | None = None
 
     def choose(self, slot: int, own_Tk: Tensor) -> Tensor:
         """Return the experts to use in the ``slot``-th MoE layer, given the router's own selection."""
@@ -82,6 +85,18 @@ def imbalance(load_LE: Tensor) -> Tensor:
     """
     load_LE = load_LE.to(torch.float64)
     return (load_LE.amax(1) / load_LE.mean(1).clamp(min=torch.finfo(load_LE.dtype).tiny)).mean()
+
+
+def _build_selection(spec: MoeSpec, device: torch.device | str) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+    """Return the correction bias and the table of hash routing, if there are such; neither has a gradient."""
+    correction, table = None, None
+    if spec.correction:  # it follows the load of the experts, and must stay in float32
+        empty_E = torch.empty(spec.num_experts, device=device, dtype=torch.float32)
+        correction = nn.Parameter(empty_E, requires_grad=False)
+    if spec.hash_vocab:
+        empty_Vk = torch.empty(spec.hash_vocab, spec.experts_per_token, device=device, dtype=torch.int64)
+        table = nn.Parameter(empty_Vk, requires_grad=False)
+    return correction, table
 
 
 class MoeMlp(nn.Module):
@@ -124,12 +139,9 @@ class MoeMlp(nn.Module):
         inner, count = spec.latent or width, spec.num_experts
         rows = 2 * spec.size if spec.gated else spec.size
         self.router = Linear(width, count, bias=spec.router_bias, **layer_factory)
-        self.correction: nn.Parameter | None = None
-        if spec.correction:
-            # It follows the load of the experts, not a gradient, and must stay in float32.
-            self.correction = nn.Parameter(torch.empty(count, device=device, dtype=torch.float32), requires_grad=False)
+        self.correction, self.expert_table = _build_selection(spec, device)
         # A plain softmax top-k router is one fused kernel.
-        is_plain = not (spec.wide_router or spec.correction or spec.beside_mlp)
+        is_plain = not (spec.wide_router or spec.correction or spec.beside_mlp or spec.hash_vocab)
         self._fused_router = spec.score == "softmax" and is_plain and spec.groups == 1
         first = nn.Parameter(torch.empty(count, rows, inner, **factory))
         self.gate_up, self.up = (first, None) if spec.gated else (None, first)
@@ -166,7 +178,11 @@ class MoeMlp(nn.Module):
             )
             return weights_Tk, experts_Tk if routing is None else routing.choose(self.slot, experts_Tk)
         logits_TE, scores_TE = self._score(x_TD)
-        experts_Tk = self._select_experts(logits_TE.detach(), scores_TE.detach())
+        if self.expert_table is None:
+            experts_Tk = self._select_experts(logits_TE.detach(), scores_TE.detach())
+        else:
+            assert routing is not None and routing.tokens_T is not None, "hash routing needs the ids of the tokens"
+            experts_Tk = self.expert_table[routing.tokens_T]
         if routing is not None:
             experts_Tk = routing.choose(self.slot, experts_Tk)
         weights_Tk = scores_TE.gather(-1, experts_Tk)
@@ -214,7 +230,13 @@ class MoeMlp(nn.Module):
             return logits_TE, F.softmax(logits_TE, dim=-1, dtype=fp32)
         bias_E = None if self.router.bias is None else self.router.bias.to(fp32)
         logits_TE = F.linear(x_TD.to(fp32), self.router.weight.to(fp32), bias_E)
-        return logits_TE, logits_TE.softmax(-1) if self.spec.score == "softmax" else logits_TE.sigmoid()
+        match self.spec.score:
+            case "softmax":
+                return logits_TE, logits_TE.softmax(-1)
+            case "sigmoid":
+                return logits_TE, logits_TE.sigmoid()
+            case "sqrtsoftplus":
+                return logits_TE, F.softplus(logits_TE).sqrt()
 
     def _select_experts(
         self, logits_TE: Tensor, scores_TE: Tensor, top: Callable[[Tensor, int], Tensor] = _topk_indices

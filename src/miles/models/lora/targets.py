@@ -33,6 +33,7 @@ ALL = "all-linear"
 _GROUPS = {
     "attention": "attn",
     "mla": "attn",
+    "compressed": "attn",
     "delta": "attn",
     "kda": "attn",
     "mamba": "attn",
@@ -44,8 +45,8 @@ _GROUPS = {
 VISION = "vision"
 _VISION_GROUPS = {"attention": "vision.attn", "mlp": "vision.mlp"}
 _PROJECTOR = "vision.projector"
-# Small projections of a mixer that only select or scale.
-_EXCLUDED = ("ba", "b", "f_a", "f_b", "g_a", "g_b", "gate", "indexer")
+# Small projections of a mixer that only select or scale; the compressor and the output projection in groups.
+_EXCLUDED = ("ba", "b", "f_a", "f_b", "g_a", "g_b", "gate", "indexer", "compressor", "output_groups")
 EXPERTS = "experts"
 # The output layer: its group, its short name, and its parameter in a decoder, whose weight may be the embedding's.
 LM_HEAD = "lm_head"

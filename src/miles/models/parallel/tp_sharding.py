@@ -22,6 +22,7 @@ from miles.models.lora.targets import LM_HEAD_PARAM
 from miles.models.quantization import QuantizedParam, plan_quantization
 from miles.models.spec import (
     AttentionSpec,
+    CompressedAttentionSpec,
     DecoderSpec,
     FeedForward,
     GatedDeltaNetSpec,
@@ -189,6 +190,8 @@ def _shard_mixer(mixer: Mixer | None, world: int) -> Mixer | None:
             return replace(mixer, num_heads=mixer.num_heads // world, num_kv_heads=kv_heads)
         case MlaSpec():
             return replace(mixer, num_heads=mixer.num_heads // world)
+        case CompressedAttentionSpec():
+            return replace(mixer, num_heads=mixer.num_heads // world, output_groups=mixer.output_groups // world)
         case GatedDeltaNetSpec():
             return replace(mixer, key_heads=mixer.key_heads // world, value_heads=mixer.value_heads // world)
         case KimiDeltaSpec():
@@ -227,6 +230,8 @@ def _check_mixer(mixer: Mixer | None, world: int) -> str | None:
     match mixer:
         case AttentionSpec() | MlaSpec():
             count, unit = mixer.num_heads, "attention heads"
+        case CompressedAttentionSpec():
+            count, unit = mixer.output_groups, "output groups of attention heads"
         case GatedDeltaNetSpec():
             count, unit = mixer.key_heads, "key heads in its Gated DeltaNet"
         case KimiDeltaSpec():
@@ -256,6 +261,8 @@ def compute_tp_shards(spec: DecoderSpec) -> Mapping[str, TpShard]:
         table |= {name: _RESIDUAL for name in build_param_map(spec) if name.startswith(("per_layer.", "altup."))}
     for i, layer in enumerate(spec.layers):
         table |= {f"layers.{i}.{name}": share for name, share in _layer_shards(layer).items()}
+    if spec.hyper is not None and spec.hyper.learned_join:
+        table |= {f"hyper_head.{name}": _RESIDUAL for name in ("fn", "base", "scale")}
     table["norm.weight"] = _RESIDUAL
     if not spec.tie_embeddings:
         table["lm_head.weight"] = vocabulary
@@ -358,6 +365,8 @@ def _mixer_shards(mixer: Mixer) -> TpShards:
             return _prefix("attention", _attention(mixer))
         case MlaSpec():
             return _prefix("mla", _mla(mixer))
+        case CompressedAttentionSpec():
+            return _prefix("compressed", _compressed_attention(mixer))
         case GatedDeltaNetSpec():
             return _prefix("delta", _delta(mixer))
         case KimiDeltaSpec():
@@ -414,6 +423,25 @@ def _mla(spec: MlaSpec) -> TpShards:
         names += ["pool_gate.weight", "pool_bias"] if spec.indexer.pool > 1 else []
         out |= {f"indexer.{name}": _REPLICATED for name in names}
     return out | _row_parallel("output", ShardSegment(spec.num_heads, spec.value_dim), bias=spec.bias)
+
+
+def _compressed_attention(spec: CompressedAttentionSpec) -> TpShards:
+    """Heads are sharded by the groups of their outputs; all ranks have the keys, the compressor and the indexer."""
+    names = ["q_a.weight", "q_a_norm.weight", "kv.weight", "kv_norm.weight"]
+    own = ("kv_gate.weight", "position_bias", "norm.weight")
+    if spec.compressor is not None:
+        names += [f"compressor.{name}" for name in own]
+        if spec.compressor.indexer is not None:
+            names += ["indexer.wq_b.weight", "indexer.weights_proj.weight"]
+            names += [f"indexer.compressor.{name}" for name in own]
+    groups = ShardSegment(spec.output_groups, spec.output_rank)
+    out: TpShards = dict.fromkeys(names, _REPLICATED)
+    out |= {
+        "q_b.weight": _row_shard(ShardSegment(spec.num_heads, spec.head_dim)),
+        "sinks": _row_shard(ShardSegment(spec.num_heads)),
+        "output_groups.weight": _row_shard(groups),
+    }
+    return out | _row_parallel("output", groups, bias=False)
 
 
 def _delta(spec: GatedDeltaNetSpec) -> TpShards:
@@ -487,6 +515,7 @@ def _moe(spec: MoeSpec) -> TpShards:
     """Each expert is on all ranks with some of its channels, so no token is sent to another rank."""
     inner = ShardSegment(spec.size)
     out: TpShards = {"correction": _REPLICATED} if spec.correction else {}
+    out |= {"expert_table": _REPLICATED} if spec.hash_vocab else {}
     out |= _column_parallel("router", _REPLICATED, bias=spec.router_bias)
     if spec.gated:
         parts = (ShardSegment(spec.size, 2),) if spec.interleaved else (inner, inner)
