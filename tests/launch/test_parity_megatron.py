@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.launch.parity.test_command import CPU, compared
+from tests.models.oracle import hf_model
 
 from miles.launch.main import main
 from miles.launch.parity.diff import describe_difference
@@ -108,6 +109,20 @@ def test_without_an_accelerator_it_is_refused_in_one_sentence(saved, capsys, as_
     assert main(["parity", str(saved("qwen3")), "--b", "megatron", "--device", "cpu"]) == 2
     said = capsys.readouterr().err
     assert "megatron needs an accelerator, which this machine does not have" in said and said.count("\n") == 1
+
+
+MECHANISMS = (
+    *("ernie 4.5", "mistral windowed", "ministral 3", "phi3 tied, part of a head turned", "smollm3", "glm", "mixtral"),
+    *("qwen2 moe", "deepseek v2 lite", "kimi k2", "glm-4.5"),
+)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", MECHANISMS)
+def test_exact_holds_for_every_mechanism_that_megatron_trains(tmp_path, capsys, kind):
+    hf_model(kind).save_pretrained(tmp_path)
+    words = ["parity", str(tmp_path), "--b", "megatron", "--device", "cpu", "--dtype", "bfloat16"]
+    assert main([*words, "--parity", "exact", "--exact"]) == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -61,6 +61,7 @@ def problems(kind, tmp_path, *more, **changes):
 
 def test_everything_that_cannot_be_exact_is_said_at_once(tmp_path):
     more = ("--train-backend", "megatron", "--rollout-dtype", "bfloat16", "--tensor-model-parallel-size", "2")
+    more += ("--train-precision", "fp8")
     said = problems("qwen3", tmp_path, *more, head_dim=512)
     assert len(said) == 4
     for word in (

@@ -1,6 +1,7 @@
 """What one Megatron rank with batch-invariant layers computes for an engine's tokens."""
 
 import asyncio
+import multiprocessing.process
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,38 @@ def step_of(model: Any, samples: Sequence[Sample], dp_group: Any, algo: dict[str
     report = asyncio.run(trainer.step(Batch(step=0, samples=tuple(samples), num_groups=1)))
     after = {name: model.gather(name, p.detach()).clone() for name, p in model.parameters().items()}
     return {"metrics": dict(report.metrics), "grads": grads, "after": after}
+
+
+def hand_over(
+    rank: int,
+    world: int,
+    folder: Path,
+    other: Path,
+    layout: ParallelDims,
+    numerics: tuple[Numerics, Numerics],
+    out: Path,
+) -> None:
+    """Weights that a model of the first numerics writes in Megatron's own format, read by one of the second."""
+    from tests.backends.megatron.shim import on_cpu
+
+    with on_cpu():
+        from miles.backends.megatron import checkpoint
+        from miles.backends.megatron.model import load_megatron_model
+        from miles.backends.megatron.parallel_state import destroy_parallel_state
+
+        # Megatron writes with processes of its own, which a rank of the pool must be allowed to have.
+        multiprocessing.process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+        spec = spec_from_config(read_config(folder))
+        writes, reads = numerics
+        try:
+            model = load_megatron_model(folder, spec, layout, dtype=torch.float32, numerics=writes)
+            checkpoint.save(model, out / "dist")
+            destroy_parallel_state()
+            model = load_megatron_model(other, spec, layout, dtype=torch.float32, numerics=reads)
+            checkpoint.load(model, out / "dist")
+            model.save(out / "exported")
+        finally:
+            destroy_parallel_state()
 
 
 def exact_step(

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.backends.megatron import cases
-from tests.backends.megatron.exact_ranks import exact_step, step_of
+from tests.backends.megatron.exact_ranks import exact_step, hand_over, step_of
 from tests.backends.megatron.test_model import AGAIN, DISTRIBUTED_OPTIMIZER, INTERLEAVED, Case, layout
 from tests.parity.planes import TEMPERATURE, ask, decoder_of, requests_of, samples_of
 from tests.pool import ranks
@@ -19,7 +20,7 @@ from miles.backends.native.engine.engine import NativeEngine
 from miles.cluster.executor import InlineExecutor
 from miles.core.errors import UsageError
 from miles.core.types import Sample, Version
-from miles.kernels.numerics import BATCH_INVARIANT, FAST
+from miles.kernels.numerics import BATCH_INVARIANT, FAST, Numerics
 from miles.models.checkpoint import hf
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
@@ -158,3 +159,12 @@ def test_what_has_no_batch_invariant_layers_is_refused_in_a_sentence(
     with pytest.raises(UsageError, match=wanted) as refused:
         build_transformer_config(spec, layout(sizes), flags, **how, numerics=BATCH_INVARIANT)
     assert str(refused.value).count(". ") == 0
+
+
+@pytest.mark.parametrize("numerics", [(BATCH_INVARIANT, FAST), (FAST, BATCH_INVARIANT)], ids=["written", "read"])
+def test_megatrons_own_checkpoints_are_the_same_with_either_layers(tmp_path: Path, numerics: tuple[Numerics, Numerics]):
+    one, other = (cases.written(tmp_path / str(seed), "deepseek_v3", seed) for seed in (0, 1))
+    where = layout({"tensor": 2, "sequence": True})
+    ranks(2, hand_over, one, other, where, numerics, tmp_path)
+    found, wanted = (load_file(folder / "model.safetensors") for folder in (tmp_path / "exported", one))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
