@@ -164,6 +164,12 @@ class BatchInvariantLinear(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         return linear(x, self.weight), None
 
+    def get_extra_state(self) -> None:
+        """Return None, as Megatron's linear layers do, whose checkpoints have an entry for it."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Ignore it."""
+
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """Describe the weight for Megatron's distributed checkpoints."""
         tensors = self.state_dict(prefix="", keep_vars=True)
