@@ -84,8 +84,9 @@ ERROR_HEAD = ("| family | variants tested | logits | gradients | sampled | saved
 VISION_HEAD = ("| family with a vision tower | features | logits | gradients | saved |", "|---|--:|--:|--:|---|")
 SUPPORT_HEAD = ("| family | `--parity exact` | context parallel | `--train-backend megatron` |", "|---|---|---|---|")
 LEGEND = """
-The second table is what the rules accept; [parity.md](parity.md#exact), [parallelism.md](parallelism.md) and
-[megatron.md](megatron.md) say which families their tests run.
+The second table is what the rules accept; a family with both `--parity exact` and `--train-backend megatron` has them
+together. [parity.md](parity.md#exact), [parallelism.md](parallelism.md) and [megatron.md](megatron.md) say which
+families their tests run.
 
 The others are measured against `transformers` in float32, the worst of all variants: the largest difference of logits
 on a ragged batch and of any parameter's gradient, both relative; the largest difference of the log-probs of tokens that

@@ -61,6 +61,7 @@ def problems(kind, tmp_path, *more, **changes):
 
 def test_everything_that_cannot_be_exact_is_said_at_once(tmp_path):
     more = ("--train-backend", "megatron", "--rollout-dtype", "bfloat16", "--tensor-model-parallel-size", "2")
+    more += ("--train-precision", "fp8")
     said = problems("qwen3", tmp_path, *more, head_dim=512)
     assert len(said) == 4
     for word in (
@@ -70,6 +71,13 @@ def test_everything_that_cannot_be_exact_is_said_at_once(tmp_path):
         "tensor-parallel size",
     ):
         assert sum(word in sentence for sentence in said) == 1
+
+
+def test_a_head_that_megatron_would_shard_is_refused(tmp_path):
+    more = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2")
+    more += ("--rollout-num-gpus-per-engine", "2", "--rollout-backend", "served")
+    (said,) = problems("qwen3", tmp_path, *more, num_key_value_heads=1)
+    assert "needs a number of key-value heads that is a multiple of --tensor-model-parallel-size 2" in said
 
 
 def test_a_foreign_module_is_refused(tmp_path):

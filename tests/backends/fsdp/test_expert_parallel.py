@@ -12,11 +12,11 @@ from torch import Tensor
 
 from miles.backends.fsdp import expert_parallel
 from miles.backends.fsdp.device_mesh import FsdpMesh
-from miles.backends.fsdp.expert_parallel import _sort_received_by_expert
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.errors import UsageError
 from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.models.decoder import Decoder, Routing
+from miles.models.parallel.expert_dispatch import _sort_received_by_expert
 from miles.models.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec
 
 CPU = torch.device("cpu")

@@ -5,5 +5,6 @@ imported only when selected. ``model`` is the policy or its reference. Megatron'
 dispatcher and pipeline schedules compute. Ours are what a packed batch needs (``packed_batch``, ``layer_spec``,
 ``mla``), the names of weights (``param_mapping``), where they are stored (``param_registry``), and the gradient
 reduction (``model``). With Megatron's ``distributed_optimizer`` gradients are in its own ``buffers``; ``checkpoint``
-reads and writes its format. ``patches`` fixes bugs of Megatron.
+reads and writes its format. ``patches`` fixes bugs of Megatron. With batch-invariant numerics the
+layers are those of ``batch_invariant_layers`` and ``batch_invariant_moe``.
 """

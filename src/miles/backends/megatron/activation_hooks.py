@@ -109,6 +109,9 @@ def _record_scores(
 
 def _record_routing(trace: ActivationTrace, layer: int) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, out: tuple[Tensor, Tensor]) -> None:
+        if out[1].dtype != torch.bool:  # batch-invariant: by choice
+            record_experts(trace, layer, out[1], out[0])
+            return
         gates_tE, used_tE = out
         experts_tk = used_tE.nonzero()[:, 1].view(len(used_tE), -1)
         record_experts(trace, layer, experts_tk, gates_tE.gather(-1, experts_tk))

@@ -23,7 +23,6 @@ from miles.backends.megatron.packed_batch import MegatronBatch, MegatronRows, Ro
 from miles.backends.megatron.parallel_state import MegatronGroup, ParallelState
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig, find_router_conflict
 from miles.core.errors import UsageError
-from miles.kernels.numerics import FAST
 from miles.models.parallel.tp_sharding import ShardSegment
 from miles.train.logprobs import HeadOutput, PolicyFeatures
 from miles.train.model_protocols import KeptTensors, LossCallback
@@ -79,6 +78,7 @@ def run_forward_backward(
             state,
             sequence=tf_config.sequence_parallel,
             dtype=tf_config.params_dtype,
+            numerics=tf_config.numerics,
             counted=with_grad and find_router_conflict(tf_config) is None,
             balance=tf_config.balance if with_grad else None,
             per_token=per_token,
@@ -201,7 +201,7 @@ class _Stage:
             flips=flips,
             replayed=replayed,
             load_LE=load_LE,
-            numerics=FAST,
+            numerics=self._tf_config.numerics,
             features=features,
         )
 

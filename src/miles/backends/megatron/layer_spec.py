@@ -1,7 +1,7 @@
 """Megatron layer specs with our modules: RMSNorm, attention over packed sequences, grouped experts, routing replay.
 
 Shapes: ``t`` slots of this rank, 1 Megatron's batch dimension, H query heads, G key-value heads, N = H + G, d channels
-of a key, e of a value, D features; R rows sorted by expert, I channels and E experts of this rank.
+of a key, e of a value, D features.
 """
 
 # pyright: reportMissingImports=false
@@ -24,17 +24,25 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor, nn
 
+from miles.backends.megatron.batch_invariant_layers import (
+    BatchInvariantColumnLinear,
+    BatchInvariantMLP,
+    BatchInvariantQKVLinear,
+    BatchInvariantRowLinear,
+    BatchInvariantSelfAttention,
+)
+from miles.backends.megatron.batch_invariant_moe import BatchInvariantMoeLayer
+from miles.backends.megatron.experts import GroupedExperts
 from miles.backends.megatron.mla import PackedMLASelfAttention
 from miles.backends.megatron.packed_batch import LayerRoutingReplay, PackedParams
 from miles.backends.megatron.router import BalancedRouter
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
 from miles.kernels.attention.params import AttentionInputs, AttentionParams
-from miles.kernels.fused.activation import gated_activation_inference
 from miles.kernels.fused.rms_norm import rms_norm
-from miles.kernels.moe.grouped_gemm import SortedRows, grouped_linear
 from miles.kernels.numerics import FAST
 from miles.models.layers.rope import Positions, apply_rotary
 from miles.models.spec import AttentionSpec, MlaSpec, MoeSpec
+from miles.precision.kv_cache import round_kv
 
 
 class MegatronRMSNorm(nn.Module):
@@ -43,23 +51,25 @@ class MegatronRMSNorm(nn.Module):
     def __init__(self, config: DecoderTransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
+        self.numerics = config.numerics
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype, device=config.param_device))
         # Megatron reads this attribute.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, numerics=FAST)
+        return rms_norm(x, self.weight, self.eps, numerics=self.numerics)
 
 
 class PackedCoreAttention(MegatronModule):
     """Attention within each sequence of a packed batch, with the attention backends of the FSDP trainer.
 
-    RoPE is applied here, except for MLA.
+    RoPE is applied here, except for MLA and with batch-invariant numerics.
     """
 
     def __init__(self, config: DecoderTransformerConfig, layer_number: int, **_: Any) -> None:
         super().__init__(config=config)
         self.layer = layer_number - 1
+        self.numerics = config.numerics
         mixer = config.decoder_spec.layers[self.layer].mixer
         assert isinstance(mixer, AttentionSpec | MlaSpec)
         self.spec = mixer
@@ -80,9 +90,13 @@ class PackedCoreAttention(MegatronModule):
     ) -> Tensor:
         assert packed_seq_params is not None and attention_mask is None and attention_bias is None
         q_tHd, k_tGd = query, key
-        if isinstance(self.spec, AttentionSpec):
+        v_tGe = value
+        if self.numerics.batch_invariant:
+            if self.numerics.fp8_kv_cache:
+                k_tGd, v_tGe = round_kv(k_tGd), round_kv(v_tGe)
+        elif isinstance(self.spec, AttentionSpec):
             q_tHd, k_tGd = _apply_positions(self.spec, q_tHd, k_tGd, packed_seq_params.positions)
-        return packed_seq_params.attn_backend(self.layer, AttentionInputs(q_tHd, k_tGd, value, self.params)).flatten(1)
+        return packed_seq_params.attn_backend(self.layer, AttentionInputs(q_tHd, k_tGd, v_tGe, self.params)).flatten(1)
 
 
 def _apply_positions(spec: AttentionSpec, q_tHd: Tensor, k_tGd: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
@@ -96,29 +110,6 @@ def _apply_positions(spec: AttentionSpec, q_tHd: Tensor, k_tGd: Tensor, position
     if spec.temperature is not None:
         q_tHd = (q_tHd * positions.temperature(*spec.temperature)).to(q_tHd.dtype)
     return q_tHd, k_tGd
-
-
-class GroupedExperts(SequentialMLP):
-    """Megatron's experts without Transformer Engine, computed by one grouped GEMM."""
-
-    def forward(
-        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        config: Any = self.config
-        assert isinstance(config, DecoderTransformerConfig) and config.decoder_spec.moe is not None
-        if config.moe_apply_probs_on_input:
-            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
-        x_RD, experts = permuted_local_hidden_states, list(self.local_experts)
-        ends_E = tokens_per_expert.cumsum(0).to(device=x_RD.device, dtype=torch.int32)
-        none = ends_E[:0]  # rows are already sorted
-        rows = SortedRows(order_R=none, place_R=none, group_R=none, ends_E=ends_E, per_token=1)
-        first: list[Any] = [expert.get_submodule("linear_fc1").weight for expert in experts]
-        down: list[Any] = [expert.get_submodule("linear_fc2").weight for expert in experts]
-        inner_R2I = grouped_linear(x_RD, torch.stack(first), rows)
-        out_RI = gated_activation_inference(inner_R2I, config.decoder_spec.moe.activation) * permuted_probs.unsqueeze(
-            -1
-        )
-        return grouped_linear(out_RI.to(x_RD.dtype), torch.stack(down), rows), None
 
 
 class ReplayTransformerLayer(TransformerLayer):
@@ -208,10 +199,12 @@ def _layer_module_spec(config: DecoderTransformerConfig, index: int) -> ModuleSp
     for name in ("input_layernorm", "pre_mlp_layernorm"):
         if getattr(submodules, name) is not IdentityOp:
             setattr(submodules, name, MegatronRMSNorm)
-    if moe:
+    if config.numerics.batch_invariant:
+        _use_batch_invariant_modules(submodules, moe=moe, latent=config.multi_latent_attention)
+    elif moe:
         submodules.mlp.submodules.router = BalancedRouter
-    if moe and submodules.mlp.submodules.experts.module is SequentialMLP:
-        submodules.mlp.submodules.experts.module = GroupedExperts
+        if submodules.mlp.submodules.experts.module is SequentialMLP:
+            submodules.mlp.submodules.experts.module = GroupedExperts
     attention = submodules.self_attention.submodules
     attention.core_attention = PackedCoreAttention
     if config.multi_latent_attention:
@@ -220,3 +213,16 @@ def _layer_module_spec(config: DecoderTransformerConfig, index: int) -> ModuleSp
         if getattr(attention, name) is not IdentityOp:
             setattr(attention, name, MegatronRMSNorm)
     return spec
+
+
+def _use_batch_invariant_modules(submodules: Any, *, moe: bool, latent: bool) -> None:
+    """Replace the modules of a layer by batch-invariant ones."""
+    submodules.mlp = BatchInvariantMoeLayer if moe else BatchInvariantMLP
+    attention = submodules.self_attention.submodules
+    attention.linear_proj = BatchInvariantRowLinear
+    if latent:  # its attention builds the down-projections itself
+        for name in ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj"):
+            setattr(attention, name, BatchInvariantColumnLinear)
+        return
+    submodules.self_attention.module = BatchInvariantSelfAttention
+    attention.linear_qkv = BatchInvariantQKVLinear

@@ -20,9 +20,9 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
+from miles.backends.megatron.batch_invariant_layers import BatchInvariantLinear
 from miles.backends.megatron.packed_batch import PackedParams
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
-from miles.kernels.numerics import FAST
 from miles.models.layers.rope import apply_rotary
 from miles.models.spec import MlaSpec
 
@@ -35,6 +35,12 @@ class PackedMLASelfAttention(MLASelfAttention):
         mixer = config.decoder_spec.layers[layer_number - 1].mixer
         assert isinstance(mixer, MlaSpec)
         self.spec = mixer
+        self.numerics = config.numerics
+        if config.numerics.batch_invariant:
+            # As in an engine: every tensor-parallel rank has them in full.
+            if mixer.query_rank is not None:
+                self.linear_q_down_proj = BatchInvariantLinear(config, config.hidden_size, mixer.query_rank)
+            self.linear_kv_down_proj = BatchInvariantLinear(config, config.hidden_size, mixer.kv_rank + mixer.rope_dim)
 
     def get_query_key_value_tensors(
         self,
@@ -58,8 +64,8 @@ class PackedMLASelfAttention(MLASelfAttention):
         q_tHn, q_tHr = q_tHd.split((spec.nope_dim, spec.rope_dim), dim=-1)
         kv_tHx = self.linear_kv_up_proj(latent_s1K)[0].squeeze(1).unflatten(-1, (-1, spec.nope_dim + spec.value_dim))
         k_tHn, v_tHv = kv_tHx.split((spec.nope_dim, spec.value_dim), dim=-1)
-        q_tHr = apply_rotary(q_tHr, cos_sin, interleaved=rope.interleaved, numerics=FAST)
-        k_t1r = apply_rotary(k_t1r, cos_sin, interleaved=rope.interleaved, numerics=FAST)
+        q_tHr = apply_rotary(q_tHr, cos_sin, interleaved=rope.interleaved, numerics=self.numerics)
+        k_t1r = apply_rotary(k_t1r, cos_sin, interleaved=rope.interleaved, numerics=self.numerics)
         k_tHr = k_t1r.expand(-1, k_tHn.shape[1], -1)
         return torch.cat((q_tHn, q_tHr), -1), torch.cat((k_tHn, k_tHr), -1), v_tHv, query_s1R, latent_s1K
 

@@ -66,6 +66,7 @@ def load_megatron_model(
     like: Path | None = None,
     scalar_head: Mapping[str, tuple[int, ...]] | None = None,
     balanced: bool = True,
+    numerics: Numerics = FAST,
 ) -> MegatronModel:
     """Load the model of the Hugging Face ``folder`` over the ranks of torch's default group; every rank calls it.
 
@@ -73,7 +74,8 @@ def load_megatron_model(
     CPU. Saved weights are accompanied by ``config`` and the tokenizer files of ``like``, by default those of
     ``folder``. Transformer Engine is used where it is installed, unless ``transformer_engine`` is false. With the
     shapes of a ``scalar_head`` the model has this head too, with zeros. Flags of the load balancing of routers are
-    ignored unless ``balanced``: they are about the policy, and another model may have no routers.
+    ignored unless ``balanced``: they are about the policy, and another model may have no routers. With batch-invariant
+    ``numerics`` its layers are those of ``batch_invariant_layers``.
     """
     fields = parse_flags(flags)
     if not balanced:
@@ -84,7 +86,7 @@ def load_megatron_model(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Megatron allocates on the current device
     tf_config = build_transformer_config(
-        spec, layout, fields, dtype=dtype, device=device, transformer_engine=transformer_engine
+        spec, layout, fields, dtype=dtype, device=device, transformer_engine=transformer_engine, numerics=numerics
     )
     state = initialize_parallel_state(layout, virtual=tf_config.virtual_pipeline_model_parallel_size)
     patches.patch_router_without_te()
@@ -107,12 +109,10 @@ def load_megatron_model(
 class MegatronModel:
     """A TrainModel over Megatron's modules, filled by ``load``; a ``frozen`` one takes no gradient.
 
-    With ``distributed_optimizer`` its optimizer is Megatron's: see ``optimizer``. Its kernels are not batch-invariant.
-    A ``scalar_head`` on the last stage, given by its tensors' shapes, is trained in float32; the decoder's own head,
-    unless it is the embedding, is then not trained.
+    With ``distributed_optimizer`` its optimizer is Megatron's: see ``optimizer``. A ``scalar_head`` on the last stage,
+    given by its tensors' shapes, is trained in float32; the decoder's own head, unless it is the embedding, is then not
+    trained.
     """
-
-    numerics: Numerics = FAST
 
     def __init__(
         self,
@@ -138,7 +138,9 @@ class MegatronModel:
             if chunk.post_process:
                 chunk.add_scalar_head(self.scalar_head, tf_config.param_device)
         self._decoder_mappings = build_param_mappings(
-            tf_config.decoder_spec, transformer_engine=tf_config.transformer_engine
+            tf_config.decoder_spec,
+            transformer_engine=tf_config.transformer_engine,
+            batch_invariant=tf_config.numerics.batch_invariant,
         )
         self.mappings: Mapping[str, ParamMapping] = {
             **self._decoder_mappings,
@@ -157,6 +159,10 @@ class MegatronModel:
         self._buffers = (
             ParamGradBuffers(self._chunks, tf_config, self._registry, self.mappings) if use_buffers else None
         )
+
+    @property
+    def numerics(self) -> Numerics:
+        return self.tf_config.numerics
 
     @property
     def device(self) -> torch.device:

@@ -27,7 +27,8 @@ from miles.backends.megatron.router import RouterBalance, RouterLoss
 from miles.core.errors import MilesError, UsageError
 from miles.kernels.attention.params import AttentionInputs
 from miles.kernels.attention.tree import Segment, TreeAttentionBackend
-from miles.kernels.numerics import FAST
+from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend
+from miles.kernels.numerics import FAST, Numerics
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.rope import Positions
 from miles.models.spec import DecoderSpec
@@ -95,17 +96,28 @@ class LayerRoutingReplay:
         choose: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Return the scores and indices of each token's experts; gradients flow through the scores."""
+        used_tk = self.choose(choose(scores_tE.detach(), topk, num_groups, group_topk)[1])
+        return scores_tE.gather(1, used_tk), used_tk
+
+    @property
+    def replays(self) -> bool:
+        """Whether other experts than the router's own may be used."""
+        return self.replay.replay_tLk is not None
+
+    def choose(self, used_tk: Tensor) -> Tensor:
+        """Return the experts to use, given the router's own selection, and count them."""
         replay, slot = self.replay, self.slot
-        _, used_tk = choose(scores_tE.detach(), topk, num_groups, group_topk)
         if replay.replay_tLk is not None:
             own_tk, replay_tk = used_tk, replay.replay_tLk[:, slot].to(used_tk.dtype)
             known_t = (replay_tk >= 0).all(-1)
             used_tk = torch.where(known_t[:, None], replay_tk, own_tk)
             agreed_tk = (used_tk[:, :, None] == own_tk[:, None, :]).any(-1)
-            replay.counts[slot] = torch.stack((((~agreed_tk) & known_t[:, None]).sum(), known_t.sum() * topk))
+            replay.counts[slot] = torch.stack(
+                (((~agreed_tk) & known_t[:, None]).sum(), known_t.sum() * used_tk.shape[1])
+            )
         # A recomputed layer counts once.
         replay.selected.setdefault(slot, used_tk.detach())
-        return scores_tE.gather(1, used_tk), used_tk
+        return used_tk
 
 
 # -- context parallelism --------------------------------------------------------------------
@@ -142,7 +154,7 @@ class GatheredKVAttention:
 
     latent = False
 
-    def __init__(self, inner: TreeAttentionBackend, group: MegatronGroup) -> None:
+    def __init__(self, inner: TreeAttentionBackend | BatchInvariantTreeBackend, group: MegatronGroup) -> None:
         self._inner, self._group = inner, group
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
@@ -280,6 +292,7 @@ def build_megatron_batch(
     *,
     sequence: bool,
     dtype: torch.dtype,
+    numerics: Numerics = FAST,
     counted: bool = False,
     balance: RouterBalance | None = None,
     per_token: float = 0.0,
@@ -293,7 +306,10 @@ def build_megatron_batch(
     if longest > most:
         raise MilesError(f"a sample of {longest} tokens is longer than the {most} positions of the model's config.")
     multiple = state.tp_group.world if sequence else 1
-    local = _pad(rows, multiple) if state.cp_group.world == 1 else _shard(rows.unshare(), state.cp_group, multiple)
+    if state.cp_group.world == 1:
+        local = _pad(rows, multiple, numerics)
+    else:
+        local = _shard(rows.unshare(), state.cp_group, multiple, numerics)
     replay, router_loss = None, None
     if spec.moe is not None and balance is not None and balance.has_loss:
         router_loss = _build_router_loss(rows, local, state, balance, per_token, sequence=sequence)
@@ -301,7 +317,7 @@ def build_megatron_batch(
         part = state.tp_group.rank if sequence else 0
         replay_tLk = None if local.replay_tLk is None else local.replay_tLk.chunk(multiple)[part]
         replay = RoutingReplay(spec, replay_tLk, rows.routed_cache, local.real_t.chunk(multiple)[part])
-    positions = Positions(local.positions_t, most, dtype, numerics=FAST)
+    positions = Positions(local.positions_t, most, dtype, numerics=numerics)
     packed = PackedParams(positions=positions, attn_backend=local.attn_backend, replay=replay, router_loss=router_loss)
     return MegatronBatch(
         tokens_1t=local.tokens_t[None],
@@ -367,7 +383,7 @@ def _sequence_of_tokens(rows: MegatronRows) -> Tensor:
     return torch.from_numpy(np.repeat(np.arange(len(rows.lengths)), rows.lengths)).to(rows.tokens_T.device)
 
 
-def _pad(rows: MegatronRows, multiple: int) -> _LocalSlots:
+def _pad(rows: MegatronRows, multiple: int, numerics: Numerics) -> _LocalSlots:
     """All of the rows, followed by a padding sequence."""
     missing = -len(rows.tokens_T) % multiple
     lengths, tree_nodes, replay_tLk = rows.lengths, rows.tree_nodes, rows.replay_TLk
@@ -382,12 +398,12 @@ def _pad(rows: MegatronRows, multiple: int) -> _LocalSlots:
         sequence_t=torch.cat((_sequence_of_tokens(rows), none_m)),
         positions_t=torch.cat((rows.positions_T, none_m)),
         replay_tLk=replay_tLk,
-        attn_backend=build_attention(lengths, tree_nodes, rows.tokens_T.device, numerics=FAST),
+        attn_backend=build_attention(lengths, tree_nodes, rows.tokens_T.device, numerics=numerics),
         at_r=rows.before_R,
     )
 
 
-def _shard(rows: MegatronRows, group: MegatronGroup, multiple: int) -> _LocalSlots:
+def _shard(rows: MegatronRows, group: MegatronGroup, multiple: int, numerics: Numerics) -> _LocalSlots:
     """This context-parallel rank's chunks of every sequence."""
     device = rows.tokens_T.device
     slots = build_slots(rows.lengths, rank=group.rank, context=group.world, multiple=multiple)
@@ -402,7 +418,8 @@ def _shard(rows: MegatronRows, group: MegatronGroup, multiple: int) -> _LocalSlo
     at_R = torch.from_numpy(slot_T).to(device).index_select(0, rows.before_R)
     mine_r = (at_R >= 0).nonzero()[:, 0]
     segments = build_segments(slots, rank=group.rank, context=group.world)
-    inner = TreeAttentionBackend(segments, device, keys=group.world * len(source_t))
+    backend_class = BatchInvariantTreeBackend if numerics.batch_invariant else TreeAttentionBackend
+    inner = backend_class(segments, device, keys=group.world * len(source_t))
     return _LocalSlots(
         real_t=real_t,
         sequence_t=torch.where(real_t, _sequence_of_tokens(rows).index_select(0, taken_t), 0),

@@ -46,6 +46,14 @@ class MegatronGroup:
         dist.all_gather(found, x, group=self.process_group)
         return found
 
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Exchange rows: ``sent[i]`` rows of ``x`` go to rank i, ``received[i]`` come from it."""
+        if self.world == 1:
+            return x
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=self.process_group)
+        return out
+
     def broadcast(self, x: Tensor, rank: int) -> Tensor:
         """Broadcast that rank's ``x``; that of the others is overwritten."""
         if self.world > 1:

@@ -59,7 +59,7 @@ TIED = "embedding.weight"
 """The parameter of which the last stage has a copy if the head is tied."""
 
 _EXPERTS = ("moe.gate_up", "moe.down")
-# MLA down-projections: sharded over tensor-parallel ranks, except with Transformer Engine.
+# MLA down-projections: sharded over tensor-parallel ranks, except with Transformer Engine and batch-invariant layers.
 _LATENT = ("mla.q_a.weight", "mla.kv_a.weight")
 _BY_HEAD = ("attention.q_norm.weight", "attention.k_norm.weight")
 
@@ -98,13 +98,19 @@ class ParamMapping:
 
 
 @lru_cache(maxsize=8)
-def build_param_mappings(spec: DecoderSpec, *, transformer_engine: bool) -> Mapping[str, ParamMapping]:
-    """Map every parameter of the decoder, in the decoder's order."""
+def build_param_mappings(
+    spec: DecoderSpec, *, transformer_engine: bool, batch_invariant: bool = False
+) -> Mapping[str, ParamMapping]:
+    """Map every parameter of the decoder, in the decoder's order.
+
+    With Transformer Engine and with batch-invariant layers every tensor-parallel rank has the down-projections of MLA
+    in full.
+    """
     cuts = compute_tp_shards(spec)
     mappings: dict[str, ParamMapping] = {}
     for name, parts in build_param_map(spec).items():
         shape = param_shape(parts)
-        even = name.endswith(_LATENT) and not transformer_engine
+        even = name.endswith(_LATENT) and not (transformer_engine or batch_invariant)
         mappings[name] = _build_mapping(
             spec, name, shape, TpShard(segments=(ShardSegment(shape[0]),)) if even else cuts[name]
         )

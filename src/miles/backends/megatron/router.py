@@ -123,11 +123,14 @@ class BalancedRouter(TopKRouter):
 
     def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         probs, routing_map = super().routing(logits, *args, **kwargs)
-        if self.router_loss is not None and self.training and torch.is_grad_enabled():
-            logits_tE = logits.view(-1, logits.shape[-1])
-            loss = self.router_loss.compute(logits_tE, topk=self.topk, score=self.score_function)
-            probs = _AttachLoss.apply(probs, loss)
-        return probs, routing_map
+        return self.attach_losses(probs, logits.view(-1, logits.shape[-1])), routing_map
+
+    def attach_losses(self, probs: Tensor, logits_tE: Tensor) -> Tensor:
+        """Return ``probs``, whose backward pass is also that of the losses of this micro-batch, if there are any."""
+        if self.router_loss is None or not self.training or not torch.is_grad_enabled():
+            return probs
+        loss = self.router_loss.compute(logits_tE, topk=self.topk, score=self.score_function)
+        return _AttachLoss.apply(probs, loss)  # pyright: ignore[reportReturnType]
 
 
 class _AttachLoss(torch.autograd.Function):

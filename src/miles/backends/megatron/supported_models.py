@@ -27,6 +27,27 @@ def check_megatron_support(spec: DecoderSpec, layout: ParallelDims) -> str | Non
     return None
 
 
+def check_batch_invariant_support(spec: DecoderSpec, layout: ParallelDims) -> str | None:
+    """Return why Megatron has no batch-invariant layers for this model in this layout (a sentence), or None."""
+    keys = [layer.mixer.num_kv_heads for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
+    if any(count % layout.tensor for count in keys):
+        return (
+            "--parity exact with --train-backend megatron needs a number of key-value heads that is a multiple of "
+            f"--tensor-model-parallel-size {layout.tensor}, but the model has {min(keys)}; use --train-backend fsdp."
+        )
+    if spec.moe is not None and layout.expert_tensor not in (None, layout.tensor):
+        return (
+            "--parity exact needs experts that are sharded over tensor-parallel ranks as in the engine; remove "
+            f"--expert-tensor-parallel-size {layout.expert_tensor}."
+        )
+    if spec.quantization is not None:
+        return (
+            f"--parity exact does not work with --train-precision {spec.quantization.format.name} under "
+            "--train-backend megatron, whose FP8 is Transformer Engine's; use --train-backend fsdp."
+        )
+    return None
+
+
 def _unsupported_part(layer: LayerSpec, spec: DecoderSpec) -> str | None:
     """Return the part of a layer that Megatron does not support, or None."""
     if (part := _unsupported_mixer(layer, spec)) is not None:

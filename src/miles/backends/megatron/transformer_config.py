@@ -13,9 +13,14 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch.nn import functional as F
 
 from miles.backends.megatron.router import RouterBalance, split_balance
-from miles.backends.megatron.supported_models import ACTIVATIONS, check_megatron_support
+from miles.backends.megatron.supported_models import (
+    ACTIVATIONS,
+    check_batch_invariant_support,
+    check_megatron_support,
+)
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.errors import UsageError
+from miles.kernels.numerics import FAST, Numerics
 from miles.models.quantization import MEGATRON_RECIPES
 from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MlpSpec, MoeSpec
 
@@ -23,12 +28,13 @@ from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MlpSpec, MoeS
 @dataclass
 class DecoderTransformerConfig(MLATransformerConfig):
     """Megatron's config plus what our modules need: the spec, the device of parameters, whether layers are Transformer
-    Engine's, and the load balancing of routers, for which Megatron's own is off.
+    Engine's, the numerics of all layers, and the load balancing of routers, for which Megatron's own is off.
     """
 
     decoder_spec: DecoderSpec = field(kw_only=True)
     param_device: torch.device = field(kw_only=True)
     transformer_engine: bool = field(default=False, kw_only=True)
+    numerics: Numerics = field(default=FAST, kw_only=True)
     balance: RouterBalance = field(default_factory=RouterBalance, kw_only=True)
 
 
@@ -40,22 +46,21 @@ def build_transformer_config(
     dtype: torch.dtype,
     device: torch.device,
     transformer_engine: bool = True,
+    numerics: Numerics = FAST,
 ) -> DecoderTransformerConfig:
     """Build the config for ``spec``; ``flags`` are fields of Megatron's own. Its errors become UsageErrors.
 
-    Transformer Engine is used where it is installed, unless ``transformer_engine`` is false.
+    Transformer Engine is used where it is installed, unless ``transformer_engine`` is false or the ``numerics`` are
+    batch-invariant.
     """
     problem = check_megatron_support(spec, layout)
+    if problem is None and numerics.batch_invariant:
+        problem = check_batch_invariant_support(spec, layout) or _find_numeric_flag(flags)
+        transformer_engine = False
     if problem is not None:
         raise UsageError(problem)
     balance, flags = split_balance(flags)
-    if spec.moe is None and (balance.counts_tokens or balance.frozen):
-        raise UsageError(f"{spec.family} has no routers to balance or freeze; remove the --megatron-moe-router flags.")
-    if balance.bias_rate and (spec.moe is None or not spec.moe.correction):
-        raise UsageError(
-            f"--megatron-moe-router-bias-update-rate updates the correction bias of routers, which {spec.family} does "
-            "not have; remove it."
-        )
+    _check_balance(balance, spec)
     transformer_engine = transformer_engine and device.type == "cuda" and find_spec("transformer_engine") is not None
     fields = {
         **_decoder(spec),
@@ -79,7 +84,12 @@ def build_transformer_config(
     }
     try:
         tf_config = DecoderTransformerConfig(
-            **fields, decoder_spec=spec, param_device=device, transformer_engine=transformer_engine, balance=balance
+            **fields,
+            decoder_spec=spec,
+            param_device=device,
+            transformer_engine=transformer_engine,
+            numerics=numerics,
+            balance=balance,
         )
     except (ValueError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"Megatron-Core rejects this model and parallel layout: {error}") from error
@@ -87,6 +97,43 @@ def build_transformer_config(
     if balance.counts_tokens and conflict is not None:
         raise UsageError(f"load balancing of routers cannot be combined with --megatron-{conflict}: leave one out.")
     return tf_config
+
+
+def _check_balance(balance: RouterBalance, spec: DecoderSpec) -> None:
+    """Raise an error if the model has no routers to balance as asked."""
+    if spec.moe is None and (balance.counts_tokens or balance.frozen):
+        raise UsageError(f"{spec.family} has no routers to balance or freeze; remove the --megatron-moe-router flags.")
+    if balance.bias_rate and (spec.moe is None or not spec.moe.correction):
+        raise UsageError(
+            f"--megatron-moe-router-bias-update-rate updates the correction bias of routers, which {spec.family} does "
+            "not have; remove it."
+        )
+
+
+# Fields that move or recompute activations, or lay out pipeline stages, and change no result.
+_EXACT_FIELDS = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+_EXACT_FIELDS += ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_EXACT_FIELDS += ("virtual_pipeline_model_parallel_size", "overlap_p2p_comm", "batch_p2p_comm")
+_EXACT_FIELDS += ("deallocate_pipeline_outputs", "distribute_saved_activations")
+# Modules whose recomputation batch-invariant layers follow.
+_EXACT_RECOMPUTE = ("core_attn", "mlp")
+
+
+def _find_numeric_flag(flags: Mapping[str, Any]) -> str | None:
+    """Return why a flag of Megatron's does not work with batch-invariant layers, or None."""
+    _, flags = split_balance(flags)
+    for name in flags:
+        if name not in _EXACT_FIELDS:
+            return (
+                f"--megatron-{name.replace('_', '-')} is about Megatron's own kernels, which --parity exact does not "
+                "use; remove it."
+            )
+    module = next((m for m in flags.get("recompute_modules") or () if m not in _EXACT_RECOMPUTE), None)
+    if module is None:
+        return None
+    return (
+        f"--parity exact does not work with --megatron-recompute-modules {module}; use {', '.join(_EXACT_RECOMPUTE)}."
+    )
 
 
 def find_router_conflict(tf_config: DecoderTransformerConfig) -> str | None:

@@ -28,7 +28,6 @@ class MegatronModelFactory:
     """A ``ModelFactory`` of Megatron-Core models; all ranks, which have joined, build theirs at once."""
 
     def __init__(self, config: Config, plan: Plan, checkpoint: BaseCheckpoint) -> None:
-        assert not checkpoint.numerics.batch_invariant, "a rule refuses --parity exact with Megatron"
         self._config = config
         self._plan = plan
         self._checkpoint = checkpoint
@@ -115,4 +114,5 @@ class MegatronModelFactory:
             flags=self._get_flags(),
             scalar_head=scalar_head,
             balanced=balanced,
+            numerics=self._checkpoint.numerics,
         )

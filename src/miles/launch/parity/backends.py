@@ -188,7 +188,13 @@ def _trace_megatron(model: ParityModel, sequences: Sequence[Tokens]) -> Activati
         init_process_group(context)
         try:
             actor = load_megatron_model(
-                model.folder, model.spec, ParallelDims(), dtype=model.dtype, frozen=True, device=model.device
+                model.folder,
+                model.spec,
+                ParallelDims(),
+                dtype=model.dtype,
+                frozen=True,
+                device=model.device,
+                numerics=model.numerics,
             )
             (module,) = actor.chunks().values()
             with capture_megatron_activations(module, model.spec, trace):

@@ -78,10 +78,8 @@ def _check_options(options: ParityOptions) -> None:
     problems = list(sglang_flags.find_flag_problems(options.sglang_flags))
     if options.other is not None and "://" in options.b:
         problems.append("--other is a checkpoint for --b to load, but --b is a server; remove it.")
-    if options.parity == "exact" and "megatron" in names:
-        problems.append("--parity exact does not work with megatron, which has its own kernels; remove it.")
-    elif options.parity == "exact" and not {"native", "fsdp"} & set(names):
-        problems.append("--parity exact is for native and fsdp, of which neither is compared; remove it.")
+    if options.parity == "exact" and not {"native", "fsdp", "megatron"} & set(names):
+        problems.append("--parity exact is for native, fsdp and megatron, of which none is compared; remove it.")
     if (options.sglang_flags or options.sglang_python) and "sglang" not in names:
         problems.append("--sglang-python and flags of SGLang need --a sglang or --b sglang; add that, or remove them.")
     if problems:

@@ -129,8 +129,11 @@ def check_exact_setup(c: Config) -> Iterator[str]:
             f"--parity exact needs one precision, but --rollout-precision {m.rollout_precision} quantizes only the "
             f"engine; use --train-precision {m.rollout_precision}."
         )
-    if backend != "fsdp":
-        yield f"--parity exact does not work with --train-backend {backend}, which has its own kernels; use fsdp."
+    if backend == "megatron" and m.train_precision != "auto":
+        yield (
+            f"--parity exact with --train-backend megatron does not support --train-precision {m.train_precision}, "
+            "which is Transformer Engine's; remove it, or use fsdp."
+        )
     if c.sglang.rollout_backend == "sglang":
         yield "--parity exact does not work with SGLang, which has its own kernels; use --rollout-backend served."
     engine, trainer = c.cluster.rollout_num_gpus_per_engine, c.parallel.tensor_model_parallel_size

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from miles.algo.config import CRITIC_ESTIMATORS, OFFLINE_LOSSES
-from miles.backends.megatron.supported_models import check_megatron_support
+from miles.backends.megatron.supported_models import check_batch_invariant_support, check_megatron_support
 from miles.config.value_types import format_value
 from miles.core.errors import UsageError
 from miles.launch.config import Config
@@ -211,6 +211,12 @@ def check_model_fits_parallel_dims(c: Config) -> Iterator[str]:
         yield f"--hf-checkpoint does not fit the parallel sizes: {problem}"
     elif c.train.train_backend == "megatron" and (problem := check_megatron_support(spec, dims)) is not None:
         yield f"--hf-checkpoint does not work with --train-backend megatron: {problem}"
+    elif (
+        c.train.train_backend == "megatron"
+        and c.models.parity == "exact"
+        and (problem := check_batch_invariant_support(spec, dims)) is not None
+    ):
+        yield problem
 
 
 def check_single_process_features(c: Config) -> Iterator[str]:

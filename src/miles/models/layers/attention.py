@@ -176,7 +176,7 @@ class Attention(nn.Module):
             (None, None) if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
         )
         if self.numerics.batch_invariant:
-            cos_sin = self._cos_sin_table(positions)
+            cos_sin = positions.cos_sin_table(spec.rope, spec.head_dim)
             q_THd, k_TGd, v_TGd = invariant_qk.qk_norm_rope(self.qkv(x_TD), *cos_sin, *weights, shape)
         else:
             cos_sin_T2r = None if rope is None else positions.cos_sin(rope, spec.head_dim)
@@ -188,7 +188,7 @@ class Attention(nn.Module):
     def _qk_norm_rope_params(self, positions: Positions) -> QKNormRopeParams | None:
         """Return the arguments of the fused QK-norm + RoPE kernel; None if it does not apply."""
         spec = self.spec
-        rotation, positions_T = self._cos_sin_table(positions)
+        rotation, positions_T = positions.cos_sin_table(spec.rope, spec.head_dim)
         if spec.rope is not None and positions_T is None and not self.numerics.batch_invariant:
             return None
         return QKNormRopeParams(
@@ -202,18 +202,6 @@ class Attention(nn.Module):
             k_weight_d=None if self.k_norm is None else self.k_norm.weight,
             eps=self.eps,
             offset=0.0 if self.q_norm is None else self.q_norm.offset,
-        )
-
-    def _cos_sin_table(self, positions: Positions) -> tuple[Tensor | None, Tensor | None]:
-        """Return a cos/sin table and the positions to look up; or cos/sin for every token, and None."""
-        rope, dim = self.spec.rope, self.spec.head_dim
-        if rope is None:
-            return None, positions.positions_T
-        cache_P2d = positions.cos_sin_cache(rope, dim)
-        return (
-            (positions.cos_sin(rope, dim).contiguous(), None)
-            if cache_P2d is None
-            else (cache_P2d, positions.positions_T)
         )
 
     def _project(self, x_TD: Tensor | QuantizedActivation) -> tuple[Tensor | None, Tensor, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,6 +100,66 @@ def _build_selection(spec: MoeSpec, device: torch.device | str) -> tuple[nn.Para
     return correction, table
 
 
+def _is_plain_softmax(spec: MoeSpec) -> bool:
+    """Return whether the router is a plain softmax top-k, which one fused kernel computes."""
+    is_plain = not (spec.wide_router or spec.correction or spec.beside_mlp or spec.hash_vocab)
+    return spec.score == "softmax" and is_plain and spec.groups == 1
+
+
+def select_experts(
+    spec: MoeSpec,
+    correction_E: Tensor | None,
+    logits_TE: Tensor,
+    scores_TE: Tensor,
+    top: Callable[[Tensor, int], Tensor] = _topk_indices,
+) -> Tensor:
+    """Return the experts that the router selects for each token, [T, k]; ``top`` is the top-k of a tensor."""
+    if correction_E is None and spec.groups == 1:
+        # The same order as the scores, but without ties where those saturate at 1 or 0.
+        return top(logits_TE, spec.experts_per_token)
+    if correction_E is not None:
+        scores_TE = scores_TE + correction_E
+    if spec.groups > 1:
+        groups_TgE = scores_TE.unflatten(-1, (spec.groups, -1))
+        tops = groups_TgE.gather(-1, top(groups_TgE, spec.group_top)).unbind(-1)
+        score_Tg = sum(tops[1:], start=tops[0])
+        selected_Tg = torch.zeros_like(score_Tg, dtype=torch.bool)
+        selected_Tg.scatter_(-1, top(score_Tg, spec.kept_groups), True)
+        scores_TE = groups_TgE.masked_fill(~selected_Tg.unsqueeze(-1), -torch.inf).flatten(-2)
+    return top(scores_TE, spec.experts_per_token)
+
+
+def route_batch_invariant(
+    spec: MoeSpec,
+    logits_TE: Tensor,
+    select: Callable[..., Tensor],
+    *,
+    dtype: torch.dtype,
+    choose: Callable[[Tensor], Tensor] | None = None,
+    replays: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the weights of each token's experts, [T, k] in ``dtype``, and their indices, from the router's logits.
+
+    Bitwise the same in engine and trainer. ``select`` gets logits, scores and a top-k function and returns the router's
+    selection (``select_experts``), where that is not part of a fused kernel. ``choose`` gets that selection and returns
+    the experts to use, which ``replays`` says may be others.
+    """
+    weighting: dict[str, Any] = {"normalise": spec.norm_topk_prob, "scale": spec.scale, "dtype": dtype}
+    if _is_plain_softmax(spec) and use_triton(logits_TE):
+        weights_Tk, own_Tk = invariant_router.route_topk(logits_TE, spec.experts_per_token, **weighting)
+        experts_Tk = own_Tk if choose is None else choose(own_Tk)
+        if replays:
+            weights_Tk, _ = invariant_router.route_topk(
+                logits_TE, spec.experts_per_token, **weighting, experts_Tk=experts_Tk
+            )
+        return weights_Tk, experts_Tk
+    scores_TE = invariant_router.compute_scores(logits_TE, spec.score)
+    experts_Tk = select(logits_TE.detach(), scores_TE.detach(), top=invariant_router.stable_topk)
+    if choose is not None:
+        experts_Tk = choose(experts_Tk)
+    return invariant_router.compute_weights(scores_TE, experts_Tk, **weighting), experts_Tk
+
+
 class MoeMlp(nn.Module):
     """A router and its stacked experts: ``gate_up`` [E, 2I, D] (``up`` [E, I, D] if not gated), ``down`` [E, D, I].
 
@@ -140,9 +201,7 @@ class MoeMlp(nn.Module):
         rows = 2 * spec.size if spec.gated else spec.size
         self.router = Linear(width, count, bias=spec.router_bias, **layer_factory)
         self.correction, self.expert_table = _build_selection(spec, device)
-        # A plain softmax top-k router is one fused kernel.
-        is_plain = not (spec.wide_router or spec.correction or spec.beside_mlp or spec.hash_vocab)
-        self._fused_router = spec.score == "softmax" and is_plain and spec.groups == 1
+        self._fused_router = _is_plain_softmax(spec)
         first = nn.Parameter(torch.empty(count, rows, inner, **factory))
         self.gate_up, self.up = (first, None) if spec.gated else (None, first)
         self.down = nn.Parameter(torch.empty(count, inner, spec.size, **factory))
@@ -200,26 +259,20 @@ class MoeMlp(nn.Module):
         """``route`` with batch-invariant kernels: bitwise the same in engine and trainer."""
         spec = self.spec
         fp32 = torch.promote_types(x_TD.dtype, torch.float32)
-        weighting: dict[str, Any] = {"normalise": spec.norm_topk_prob, "scale": spec.scale, "dtype": x_TD.dtype}
-        weighting |= {"dtype": fp32} if self.expert_scale is not None else {}
         if self._fused_router or (spec.score == "softmax" and not spec.wide_router):
             logits_TE = self.router(x_TD)
         else:
             bias_E = None if self.router.bias is None else self.router.bias.to(fp32)
             logits_TE = linear(x_TD.to(fp32), self.router.weight.to(fp32), bias_E, numerics=self.numerics)
-        if self._fused_router and use_triton(logits_TE):
-            weights_Tk, own_Tk = invariant_router.route_topk(logits_TE, spec.experts_per_token, **weighting)
-            experts_Tk = own_Tk if routing is None else routing.choose(self.slot, own_Tk)
-            if routing is not None and routing.replay_TLk is not None:
-                weights_Tk, _ = invariant_router.route_topk(
-                    logits_TE, spec.experts_per_token, **weighting, experts_Tk=experts_Tk
-                )
-            return weights_Tk, experts_Tk
-        scores_TE = invariant_router.compute_scores(logits_TE, spec.score)
-        experts_Tk = self._select_experts(logits_TE.detach(), scores_TE.detach(), top=invariant_router.stable_topk)
-        if routing is not None:
-            experts_Tk = routing.choose(self.slot, experts_Tk)
-        weights_Tk = invariant_router.compute_weights(scores_TE, experts_Tk, **weighting)
+        choose = None if routing is None else partial(routing.choose, self.slot)
+        weights_Tk, experts_Tk = route_batch_invariant(
+            spec,
+            logits_TE,
+            self._select_experts,
+            dtype=fp32 if self.expert_scale is not None else x_TD.dtype,
+            choose=choose,
+            replays=routing is not None and routing.replay_TLk is not None,
+        )
         return self._scale_weights(weights_Tk, experts_Tk).to(x_TD.dtype), experts_Tk
 
     def _score(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -241,20 +294,7 @@ class MoeMlp(nn.Module):
     def _select_experts(
         self, logits_TE: Tensor, scores_TE: Tensor, top: Callable[[Tensor, int], Tensor] = _topk_indices
     ) -> Tensor:
-        spec = self.spec
-        if self.correction is None and spec.groups == 1:
-            # The same order as the scores, but without ties where those saturate at 1 or 0.
-            return top(logits_TE, spec.experts_per_token)
-        if self.correction is not None:
-            scores_TE = scores_TE + self.correction
-        if spec.groups > 1:
-            groups_TgE = scores_TE.unflatten(-1, (spec.groups, -1))
-            tops = groups_TgE.gather(-1, top(groups_TgE, spec.group_top)).unbind(-1)
-            score_Tg = sum(tops[1:], start=tops[0])
-            selected_Tg = torch.zeros_like(score_Tg, dtype=torch.bool)
-            selected_Tg.scatter_(-1, top(score_Tg, spec.kept_groups), True)
-            scores_TE = groups_TgE.masked_fill(~selected_Tg.unsqueeze(-1), -torch.inf).flatten(-2)
-        return top(scores_TE, spec.experts_per_token)
+        return select_experts(self.spec, self.correction, logits_TE, scores_TE, top)
 
     def forward(self, x: Tensor | QuantizedActivation, routing: Routing | None) -> Tensor:
         """Return the output of the experts and, unless they are beside an MLP, of ``shared``."""

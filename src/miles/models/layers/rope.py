@@ -130,7 +130,7 @@ class Positions:
         self.positions_T = positions_T if self.mrope_3T is None else positions_T[0]
         self._max = max_positions
         self._dtype = dtype
-        self._numerics = numerics
+        self.numerics = numerics
         self._cos_sin: dict[tuple[RopeSpec, int], Tensor] = {}
         self._temperatures: dict[tuple[float, float, float], Tensor] = {}
         self.shared_kv: dict[int, tuple[Tensor, Tensor]] = {}
@@ -140,7 +140,7 @@ class Positions:
         key = (rope, rope.dim or head_dim)
         if key not in self._cos_sin:
             positions = self.positions_T if self.mrope_3T is None else self.mrope_3T
-            self._cos_sin[key] = compute_cos_sin(*key, self._max, positions, self._dtype, numerics=self._numerics)
+            self._cos_sin[key] = compute_cos_sin(*key, self._max, positions, self._dtype, numerics=self.numerics)
         return self._cos_sin[key]
 
     def cos_sin_cache(self, rope: RopeSpec, head_dim: int) -> Tensor | None:
@@ -148,9 +148,16 @@ class Positions:
 
         None if there are too many to cache, or if a token has three positions.
         """
-        if self.mrope_3T is not None or not _is_cached(self._max, self.positions_T.device, self._numerics):
+        if self.mrope_3T is not None or not _is_cached(self._max, self.positions_T.device, self.numerics):
             return None
         return _cos_sin_cache(rope, rope.dim or head_dim, self._max, self.positions_T.device, self._dtype)
+
+    def cos_sin_table(self, rope: RopeSpec | None, head_dim: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return a cos/sin table and the positions to look up; or cos/sin for every token, and None."""
+        if rope is None:
+            return None, self.positions_T
+        cache_P2d = self.cos_sin_cache(rope, head_dim)
+        return (self.cos_sin(rope, head_dim).contiguous(), None) if cache_P2d is None else (cache_P2d, self.positions_T)
 
     def temperature(self, floor: float, slope: float, ahead: float = 1.0) -> Tensor:
         """Compute the factor of queries that grows every ``floor`` positions, float32 [T, 1, 1].
@@ -161,7 +168,7 @@ class Positions:
         if key not in self._temperatures:
             steps_T = torch.floor((self.positions_T.to(torch.float32) + ahead) / floor)
             logs_T = torch.log1p(steps_T)
-            if self._numerics.batch_invariant:  # looked up, as cos/sin are
+            if self.numerics.batch_invariant:  # looked up, as cos/sin are
                 most = int((self._max + ahead) // floor) + 1
                 logs_T = _log1p_table(most, steps_T.device).index_select(0, steps_T.long())
             self._temperatures[key] = (logs_T * slope + 1.0)[:, None, None]
