@@ -95,7 +95,8 @@ PAGES = (
             "of heads.",
             "Published checkpoints of V3 and later are FP8 in blocks of 128 x 128: they are read as they are, and "
             "`--train-precision fp8` trains in the same format ([precision](../precision.md)).",
-            "V3.2 has a sparse-attention indexer. It gets no gradient: it is loaded, published and saved unchanged.",
+            "V3.2 has a sparse-attention indexer. It gets no gradient: it is loaded, published and saved unchanged. "
+            "Training can replay what it selected ([parity](../parity.md#indexer-replay)).",
             ROUTING,
             "The router's correction bias gets no gradient either.",
         ),

@@ -21,6 +21,7 @@ from miles.backends.fsdp import expert_parallel, tensor_parallel
 from miles.backends.fsdp.autograd_collectives import gather_replicated
 from miles.backends.fsdp.device_mesh import FsdpMesh
 from miles.backends.fsdp.fully_shard import accept_no_images, apply_fully_shard
+from miles.backends.fsdp.indexer_replay import collect_counts
 from miles.backends.fsdp.master_params import MasterParams
 from miles.backends.fsdp.packed_batch import RankBatch, build_rank_batch
 from miles.backends.fsdp.param_shard import build_param_shards
@@ -247,6 +248,7 @@ class FsdpModel:
         routing = build_routing(self.spec, packed.replay_TLk, rows.routed_cache, device=self.device, fill=packed.fill)
         hidden_rD, features = self._read_features(packed, routing)
         stats = collect_routing_stats(routing, rows.routed_cache, self.mesh.cp_group.sum)
+        indexer = collect_counts(packed.selections, self.device, self.mesh.cp_group.sum)
         return HeadOutput(
             hidden_RD=hidden_rD,
             head_VD=self._decoder.head(),
@@ -255,6 +257,8 @@ class FsdpModel:
             tokens=packed.tokens,
             flips=stats.flips,
             replayed=stats.replayed,
+            indexer_flips=None if indexer is None else indexer.mismatches,
+            indexer_replayed=None if indexer is None else indexer.replayed,
             load_LE=stats.load_LE,
             numerics=self.numerics,
             features=features,

@@ -19,6 +19,7 @@ from miles.backends.native.engine.req import Req
 from miles.backends.native.engine.req_slots import ReqSlots
 from miles.backends.native.engine.request import BitWords, Bools, Floats, Ints, TokenLogprob, Uints
 from miles.backends.native.engine.vision import VisionBatch, build_vision_batch
+from miles.core.token_fields import INDEXER_TOPK, ROUTED_EXPERTS
 from miles.core.types import Array, Version
 
 _EMPTY = np.zeros(0, np.int64)
@@ -187,16 +188,22 @@ class LogprobResults:
 class StepOutput:
     """Output of a step: sampled tokens and log-probs, experts of every token, queried and prompt log-probs.
 
-    ``finite_logits_D``: whether the model's own logits were finite, of a step that edits logits.
+    ``finite_logits_D``: whether the model's own logits were finite, of a step that edits logits. ``indexer_topk_TLk``
+    are the selections of indexers, -1 for a token that saw all tokens before it; None if all did.
     """
 
     tokens_D: Ints
     logprobs_D: Floats
     finite_logits_D: Bools | None = None
     routed_experts_TLx: Array | None = None
+    indexer_topk_TLk: Array | None = None
     logprob_results: LogprobResults | None = None
     prompt_logprobs_N: Floats | None = None
     prompt_logprob_results: LogprobResults | None = None
+
+    def get_records(self, name: str) -> Array | None:
+        """Return what was recorded of every token under a name of ``core.token_fields``; None if nothing was."""
+        return {ROUTED_EXPERTS: self.routed_experts_TLx, INDEXER_TOPK: self.indexer_topk_TLk}[name]
 
 
 class InflightStep(Protocol):

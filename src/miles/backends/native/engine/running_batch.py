@@ -17,7 +17,7 @@ from miles.backends.native.engine.prefix_cache import PageAllocator
 from miles.backends.native.engine.req import Req
 from miles.backends.native.engine.req_slots import ReqSlots
 from miles.backends.native.engine.request import Ints
-from miles.core.types import Array
+from miles.core.types import EMPTY, Array
 
 
 @dataclass(slots=True)
@@ -31,33 +31,46 @@ class Counters:
     steps: int = 0
 
 
-class RoutedExpertsStore:
-    """Routed experts of every token in the KV cache, in host memory; a prefix hit finds its experts too.
+class TokenRecordStore:
+    """A record of every token in the KV cache, in host memory, so that a prefix hit finds its records too: routed
+    experts, or selections of indexers.
 
-    ``inflight_copies`` (target -> source) are page copies of steps whose output has not arrived: the experts they copy
-    are still at the source.
+    ``unrecorded`` is the record of a token without one. ``inflight_copies`` (target -> source) are page copies of steps
+    whose output has not arrived: the records they copy are still at the source.
     """
 
-    def __init__(self, no_expert: Array, pages: int, page_size: int) -> None:
+    def __init__(self, unrecorded: Array, pages: int, page_size: int) -> None:
         # Zero pages are mapped by the operating system on first write: unused locations take no memory.
-        self._experts_CLx = np.zeros((pages * page_size, *no_expert.shape), no_expert.dtype)
+        self._records_CLx = np.zeros((pages * page_size, *unrecorded.shape), unrecorded.dtype)
+        self._known_C = np.zeros(pages * page_size, np.bool_)
+        self._unrecorded = unrecorded
         self._page_size = page_size
         self.inflight_copies: dict[int, int] = {}
-        self.empty_TLx = self._experts_CLx[:0]
+        self.empty_TLx = self._records_CLx[:0]
 
-    def write(self, batch: ForwardBatch, experts_TLx: Array) -> None:
-        """Store the experts of a step, after its page copies."""
+    def write(self, batch: ForwardBatch, records_TLx: Array | None) -> None:
+        """Store the records of a step, after its page copies; None: its tokens have none."""
         sources, targets = batch.page_copies
         if len(targets):
-            pages = self._experts_CLx.reshape(-1, self._page_size, *self._experts_CLx.shape[1:])
-            pages[targets] = pages[sources]
-            for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
-                if self.inflight_copies.get(target) == source:
-                    del self.inflight_copies[target]
-        self._experts_CLx[compute_cache_locs(batch, compute_positions(batch), self._page_size)] = experts_TLx
+            self._copy_pages(sources, targets)
+        locs_T = compute_cache_locs(batch, compute_positions(batch), self._page_size)
+        self._known_C[locs_T] = records_TLx is not None
+        if records_TLx is not None:
+            assert records_TLx.shape[1:] == self._unrecorded.shape, "records of another model"
+            self._records_CLx[locs_T] = records_TLx
+
+    def _copy_pages(self, sources: Ints, targets: Ints) -> None:
+        pages = self._records_CLx.reshape(-1, self._page_size, *self._records_CLx.shape[1:])
+        known = self._known_C.reshape(-1, self._page_size)
+        known[targets] = known[sources]
+        some = known[sources].any(1)
+        pages[targets[some]] = pages[sources[some]]
+        for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+            if self.inflight_copies.get(target) == source:
+                del self.inflight_copies[target]
 
     def read(self, pages: Sequence[int], first: int, end: int, due_copies: Mapping[int, int]) -> Array:
-        """Return the experts of tokens ``first`` to ``end`` of a sequence in these pages.
+        """Return the records of tokens ``first`` to ``end`` of a sequence in these pages.
 
         Some pages may be copies still due: a request that ends with its first token never gets its own.
         """
@@ -65,7 +78,11 @@ class RoutedExpertsStore:
         pages = [copies.get(page, page) for page in pages]
         positions: Ints = np.arange(first, end)
         size = self._page_size
-        return self._experts_CLx[np.array(pages, np.int64)[positions // size] * size + positions % size]
+        locs = np.array(pages, np.int64)[positions // size] * size + positions % size
+        out = np.tile(self._unrecorded, (len(locs), *(1,) * self._unrecorded.ndim))
+        known = self._known_C[locs]
+        out[known] = self._records_CLx[locs[known]]
+        return out
 
 
 def get_sort_key(req: Req) -> tuple[int, int]:
@@ -78,6 +95,7 @@ class RunningBatch:
 
     ``running`` requests have pages and are sorted; ``followers`` have only a slot. ``membership`` counts joins and
     leaves. With ``share_prefill``, requests with the same prompt have it computed by the first of them (the leader).
+    ``records`` are what is kept of every token, by the names of ``core.token_fields``.
     """
 
     def __init__(
@@ -86,12 +104,12 @@ class RunningBatch:
         slots: ReqSlots,
         *,
         share_prefill: bool,
-        routed_experts: RoutedExpertsStore | None = None,
+        records: Mapping[str, TokenRecordStore] = EMPTY,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.pages = pages
         self.slots = slots
-        self.routed_experts = routed_experts
+        self.records = records
         self.running: list[Req] = []
         self.needing_last_token: set[Req] = set()
         self.counters = Counters()
@@ -275,7 +293,7 @@ class RunningBatch:
         self._slots_R = None
         self.membership += 1
         self.needing_last_token.discard(req)
-        self._save_routed_experts(req)
+        self._save_records(req)
         self.end_branches(req)
         self.pages.release(req.pages)
         self.slots.release(req)
@@ -292,15 +310,16 @@ class RunningBatch:
         leader.followers.remove(follower)
         self.slots.release(follower)
 
-    def _save_routed_experts(self, req: Req) -> None:
-        """Keep the experts of each token from when it was first computed: the next token was sampled from that."""
-        if self.routed_experts is None or (req.has_no_output and not req.finish_kind):
+    def _save_records(self, req: Req) -> None:
+        """Keep the records of each token from when it was first computed: the next token was sampled from that."""
+        if req.has_no_output and not req.finish_kind:
             return
-        saved_TLx = self.routed_experts.empty_TLx if req.routed_experts_TLx is None else req.routed_experts_TLx
-        known = min(int(self.slots.num_computed_S[req.slot]), len(req.tokens) - 1)
-        end = max(known, len(saved_TLx))
-        new_TLx = self.routed_experts.read(req.pages, len(saved_TLx), end, self.pages.copies)
-        req.routed_experts_TLx = np.concatenate((saved_TLx, new_TLx))
+        for name, store in self.records.items():
+            saved_TLx = req.records.get(name, store.empty_TLx)
+            known = min(int(self.slots.num_computed_S[req.slot]), len(req.tokens) - 1)
+            end = max(known, len(saved_TLx))
+            new_TLx = store.read(req.pages, len(saved_TLx), end, self.pages.copies)
+            req.records[name] = np.concatenate((saved_TLx, new_TLx))
 
     def check(self) -> None:
         """Assert that slots, pages and requests agree."""

@@ -226,8 +226,8 @@ class Scheduler:
         """
         running = self.running_batch
         failed = self._fail_reqs(step, output)
-        if running.routed_experts is not None and output.routed_experts_TLx is not None:
-            running.routed_experts.write(step.batch, output.routed_experts_TLx)
+        for name, store in running.records.items():
+            store.write(step.batch, output.get_records(name))
         if step.scored:
             store_prompt_logprobs(step.scored, output, version)
         if step.drafts_D is None:
@@ -529,8 +529,8 @@ class Scheduler:
         one_sample_per_row = not chunks and len(rows_D) == len(rows.req_slots_B)
         plain = edits is None and queries is None and images.vision is None and images.rope_positions_3T is None
         page_copies = pages.take_copies() if pages.copies else {}
-        if running.routed_experts is not None:
-            running.routed_experts.inflight_copies |= page_copies
+        for store in running.records.values():
+            store.inflight_copies |= page_copies
         return ForwardBatch(
             tokens_T=gather_tokens(rows, chunks, slots),
             starts_B=rows.starts_B,

@@ -51,6 +51,7 @@ def build_runner(
     devices: Sequence[torch.device],
     name: str,
     lora: LoraShape | None = None,
+    return_indexer_topk: bool = False,
 ) -> EngineRunner:
     """Return the runner of the engine ``name``; with several ``devices``, tensor-parallel.
 
@@ -76,6 +77,7 @@ def build_runner(
             devices=devices,
             name=name,
             lora=lora,
+            return_indexer_topk=return_indexer_topk,
             compute_num_pages=compute_num_pages,
         )
     num_pages = compute_num_pages(spec, platform)
@@ -94,6 +96,7 @@ def build_runner(
         draft=head,
         lora=lora,
         num_draft_states=config.count_draft_states(spec.recurrent),
+        return_indexer_topk=return_indexer_topk,
     )
     return _add_head(runner, num_pages, head, config)
 
@@ -117,6 +120,7 @@ def _build_tp_runner(
     devices: Sequence[torch.device],
     name: str,
     lora: LoraShape | None,
+    return_indexer_topk: bool,
     compute_num_pages: Callable[[DecoderSpec, Platform], int],
 ) -> EngineRunner:
     from miles.backends.native.tp.runner import RunnerSpec, launch_tp_runner
@@ -134,6 +138,7 @@ def _build_tp_runner(
         draft=None if head is None else head.spec,
         num_draft_states=config.count_draft_states(spec.recurrent),
         draft_offsets_v=None if offsets_v is None else tuple(offsets_v.tolist()),
+        return_indexer_topk=return_indexer_topk,
     )
     runner = launch_tp_runner(name, runner_spec, devices, compute_num_pages=compute_num_pages, draft=head)
     return EngineRunner(runner, runner.num_pages, None if head is None else runner.build_draft_head())
