@@ -19,8 +19,8 @@ ROUTING = (
     "trainer use the same ones ([parity](../parity.md#routing-replay))."
 )
 HYBRID = (
-    "Recurrent layers keep a state that cannot be split at a page boundary: the trajectories of one prompt share its "
-    "prefill, but a prefix is not shared between prompts."
+    "Recurrent layers keep a state that belongs to one position: a prefix is shared up to a position whose state the "
+    "engine kept ([prefix cache](../engine.md#recurrent-states))."
 )
 IMAGES = (
     "Images: the vision tower is part of the model ([images](../vision.md), [training on "

@@ -26,9 +26,13 @@ from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.forward_batch import ForwardBatch, InflightStep, ScheduledStep
 from miles.backends.native.engine.head_draft import DraftHead, HeadDrafter
 from miles.backends.native.engine.lora import LoraRegistry, LoraShape, LoraSlotTable, ServedAdapter
-from miles.backends.native.engine.memory_budget import resolve_prefill_chunk, resolve_prefill_delay
+from miles.backends.native.engine.memory_budget import (
+    count_cached_states,
+    resolve_prefill_chunk,
+    resolve_prefill_delay,
+)
 from miles.backends.native.engine.model_draft import ModelDrafter
-from miles.backends.native.engine.prefix_cache import PageAllocator
+from miles.backends.native.engine.prefix_cache import build_page_allocator
 from miles.backends.native.engine.req import DecodeFn, Req, RequestOutput
 from miles.backends.native.engine.req_slots import ReqSlots
 from miles.backends.native.engine.request import GenerateRequest
@@ -190,10 +194,8 @@ class NativeEngine:
             lora=lora,
             return_indexer_topk=return_indexer_topk,
         )
-        # A recurrent state belongs to one position: a prefix cannot find it, only a fork from its leader can.
-        self._pages = PageAllocator(
-            num_pages, config.engine_page_size, share=config.engine_prefix_cache and not spec.recurrent
-        )
+        num_states = count_cached_states(spec, config, dtype) if spec.recurrent else None
+        self._pages = build_page_allocator(config, num_pages, num_states)
         running_batch = self._build_running_batch(config, clock, lora)
         self.draft_head = draft if isinstance(draft, Draft) else None
         drafter = self._build_drafter(draft, draft_head, config, running_batch.slots, num_pages, dtype)

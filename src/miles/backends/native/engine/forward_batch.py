@@ -285,7 +285,8 @@ class ScheduledStep:
     ``sampled_reqs`` get one token each, row by row, the last of them through ``forks``. ``last_token_rows_D`` are the
     rows that reach their maximum length; ``needs_check_D`` those whose every token is checked. ``prefilled`` requests
     have computed their whole prompt; ``filled_pages`` lists requests that fill a page with sampled tokens, and up to
-    which token; ``done_reqs`` have nothing left to compute or sample. With ``drafts_D``, a request may have several
+    which token; ``done_reqs`` have nothing left to compute or sample. ``saved_states`` are requests whose recurrent
+    state after this step is kept. With ``drafts_D``, a request may have several
     rows, one after the other, and gets a token from each whose draft is the token sampled before it; ``state_rows_D``
     is where the recurrent state after each row is.
     """
@@ -297,6 +298,7 @@ class ScheduledStep:
     filled_pages: list[tuple[Req, int]]
     scored: list[ScoredSpan]
     done_reqs: list[Req]
+    saved_states: list[Req]
     last_token_rows_D: Ints
     needs_check_D: Bools | None
     drafts_D: DraftRows | None = None

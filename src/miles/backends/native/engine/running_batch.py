@@ -22,13 +22,15 @@ from miles.core.types import EMPTY, Array
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the engine was created."""
+    """Totals since the engine was created. ``state_hits`` requests began with a cached recurrent state."""
 
     prefilled_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    state_hits: int = 0
+    saved_states: int = 0
 
 
 class TokenRecordStore:
@@ -164,7 +166,11 @@ class RunningBatch:
         pages = self.pages
         # Positions to score must be computed, even if they are in the prefix cache.
         num_tokens = req.next_scored if req.next_scored < req.prompt_length else len(req.tokens)
-        match = pages.match_prefix(req.prefix_keys(0, num_tokens), req.prefix_root)
+        keys, state = req.prefix_keys(0, num_tokens), None
+        if pages.states is None:
+            match = pages.match_prefix(keys, req.prefix_root)
+        else:
+            match, state = pages.match_state(keys, req.prefix_root)
         pages.acquire(match.pages)
         new_pages = -(-len(req.tokens) // pages.size) - len(match.pages)
         if pages.available < new_pages + len(self.running):
@@ -176,8 +182,12 @@ class RunningBatch:
         num_computed = len(match.pages) * pages.size
         if match.tail is not None:
             pages.copies[req.pages[len(match.pages)]] = match.tail
-            num_computed = num_tokens - 1
+            num_computed = num_tokens - 1 if state is None else state.num_tokens
         self.slots.allocate(req)
+        if state is not None:
+            # A row that is still to be filled gets its state from a slot, and so does this request.
+            self.slots.copies[req.slot] = self.slots.copies.get(state.row, state.row)
+            self.counters.state_hits += 1
         self._start(req, num_computed)
         if req.can_share_prefill and self._share_prefill:
             self._leaders[req.prompt_key] = req
@@ -255,6 +265,49 @@ class RunningBatch:
             keys = req.prefix_keys(i * size, (i + 1) * size)
             nodes.append(pages.insert(nodes[-1] if nodes else req.prefix_root, keys, req.pages[i]))
 
+    def align_chunk(self, req: Req, start: int, count: int) -> int:
+        """Return how many of ``count`` tokens of a prompt are computed, so that a state can be saved behind them.
+
+        A chunk ends at the end of a page, and the last one a token before the end of the prompt, unless it is short.
+        """
+        if self.pages.states is None or not self.pages.share or not req.can_share_prefill or count < self.pages.size:
+            return count
+        if start + count == req.prompt_length:
+            return count - 1 if count > 1 else count
+        return max((start + count) // self.pages.size * self.pages.size - start, 1)
+
+    def can_save_state(self, req: Req, end: int) -> bool:
+        """Return whether the recurrent state after ``end`` tokens of a prompt is one that others may use."""
+        if self.pages.states is None or not req.can_share_prefill:
+            return False
+        return end < req.prompt_length and (end % self.pages.size == 0 or end == req.prompt_length - 1)
+
+    def save_state(self, req: Req) -> None:
+        """Keep the recurrent state of a request, and let requests that begin with its computed tokens find it.
+
+        The state is copied before the next step: until then, nothing may change it but a copy that is due too.
+        """
+        pages, states, size = self.pages, self.pages.states, self.pages.size
+        num_tokens = int(self.slots.num_computed_S[req.slot])
+        if states is None or not states.count or not pages.share or req.cache_epoch != pages.epoch:
+            return
+        if not 0 < num_tokens <= len(req.tokens):
+            return
+        self.insert_prefix(req, num_tokens)
+        full = num_tokens // size
+        parent = req.prefix_nodes[full - 1] if full else req.prefix_root
+        keys = req.prefix_keys(full * size, num_tokens)
+        if keys and req.pages[full] in pages.copies:  # the page of these tokens is itself still to be copied
+            return
+        node = pages.insert(parent, keys, req.pages[full]) if keys else parent
+        row = states.save(node)
+        if row is None:
+            return
+        if keys:
+            states.add_partial(parent, keys, node, pages.find_page(parent, keys))
+        self.slots.copies[row] = self.slots.copies.get(req.slot, req.slot)
+        self.counters.saved_states += 1
+
     # -- branches of drafts -------------------------------------------------------------------
 
     def add_branch(self, req: Req, branch: DraftBranch) -> bool:
@@ -294,6 +347,8 @@ class RunningBatch:
         self.membership += 1
         self.needing_last_token.discard(req)
         self._save_records(req)
+        if not req.has_no_output:
+            self.save_state(req)
         self.end_branches(req)
         self.pages.release(req.pages)
         self.slots.release(req)

@@ -10,7 +10,7 @@ import torch
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.head_draft import DraftHead
 from miles.backends.native.engine.lora import LoraShape
-from miles.backends.native.engine.memory_budget import compute_kv_tokens
+from miles.backends.native.engine.memory_budget import compute_kv_tokens, count_cached_states
 from miles.backends.native.runner.draft_head import DraftHeadRunner, HeadLayersRunner
 from miles.backends.native.runner.lora import count_slot_bytes
 from miles.backends.native.runner.model_runner import ModelRunner
@@ -96,6 +96,7 @@ def build_runner(
         draft=head,
         lora=lora,
         num_draft_states=config.count_draft_states(spec.recurrent),
+        num_cached_states=count_cached_states(spec, config, dtype),
         return_indexer_topk=return_indexer_topk,
     )
     return _add_head(runner, num_pages, head, config)
@@ -137,6 +138,7 @@ def _build_tp_runner(
         lora=lora,
         draft=None if head is None else head.spec,
         num_draft_states=config.count_draft_states(spec.recurrent),
+        num_cached_states=count_cached_states(spec, config, dtype),
         draft_offsets_v=None if offsets_v is None else tuple(offsets_v.tolist()),
         return_indexer_topk=return_indexer_topk,
     )

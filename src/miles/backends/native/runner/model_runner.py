@@ -155,9 +155,9 @@ class ModelRunner:
     given to ``set_weights``, which calls ``on_weights_moved`` if their addresses change; ``model`` is one that was
     created so elsewhere, with the same ``numerics``. A draft head gets its weights with the decoder's; ``features_TF``
     are what it reads of the step launched last. ``images`` encodes the images of a vision-language model, whose
-    features take up to ``vision_cache_bytes``. ``lora`` are the unmerged adapters of requests. Recurrent states of
-    ``num_draft_states`` drafted tokens are behind those of the request slots. Steps return the routed experts of every
-    token, and the selections of its indexers, if asked for.
+    features take up to ``vision_cache_bytes``. ``lora`` are the unmerged adapters of requests. Behind the recurrent
+    states of the request slots are those of ``num_draft_states`` drafted tokens, and then ``num_cached_states`` of
+    prefixes. Steps return the routed experts of every token, and the selections of its indexers, if asked for.
     """
 
     def __init__(
@@ -177,6 +177,7 @@ class ModelRunner:
         draft: Draft | None = None,
         lora: LoraShape | None = None,
         num_draft_states: int = 0,
+        num_cached_states: int = 0,
         return_indexer_topk: bool = False,
     ) -> None:
         if numerics.batch_invariant and (problem := check_batch_invariance(spec)) is not None:
@@ -200,7 +201,7 @@ class ModelRunner:
         self._num_pages = num_pages
         self._page_size = page_size
         self._num_slots = num_slots
-        self._num_states = num_slots + num_draft_states
+        self._num_states = num_slots + num_draft_states + num_cached_states
         self._gpu = self._build_gpu_runner() if supports_gpu_kernels(spec, self.decoder, device) else None
         self.lora = None if lora is None else self._build_lora(lora)
         # CUDA graphs stay valid across sleep if the cache returns to the same virtual addresses.
