@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 from tests.launch.small_run import flags
-from tests.launch.test_family_runs import furnish
+from tests.launch.test_family_runs import furnish, ids_of
+from tests.models.oracle import hf_model
 
 from miles.core.token_fields import INDEXER_TOPK
 from miles.launch.main import main
@@ -96,6 +97,12 @@ def test_engines_and_trainers_that_cannot_replay_are_refused(other, inputs, tmp_
 
 
 def test_models_without_an_indexer_and_split_blocks_are_refused(tmp_path, capsys):
-    dense = furnish(tmp_path / "dense", "deepseek v3")
-    assert main(["plan", *flags(dense, tmp_path / "run", REPLAY)]) == 2
+    folder = furnish(tmp_path / "dense", "deepseek v3")
+    assert main(["plan", *flags(folder, tmp_path / "run", REPLAY)]) == 2
     assert "is for sparse-attention models with an indexer, which --hf-checkpoint is not" in capsys.readouterr().err
+    blocks = hf_model("minimax-m3", **ids_of(folder))
+    config = blocks.config.to_dict() | {"architectures": [type(blocks).__name__]}
+    (folder / "config.json").write_text(json.dumps(config))
+    how = ("--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node", "2")
+    assert main(["plan", *flags(folder, tmp_path / "run", REPLAY, *how)]) == 2
+    assert "does not split the blocks that each key-value head selects over ranks" in capsys.readouterr().err

@@ -287,7 +287,8 @@ class RunningBatch:
 
         The state is copied before the next step: until then, nothing may change it but a copy that is due too.
         """
-        pages, states, size = self.pages, self.pages.states, self.pages.size
+        pages, size = self.pages, self.pages.size
+        states = pages.states
         num_tokens = int(self.slots.num_computed_S[req.slot])
         if states is None or not states.count or not pages.share or req.cache_epoch != pages.epoch:
             return

@@ -19,6 +19,7 @@ from miles.core.errors import UsageError
 from miles.kernels.numerics import Numerics
 from miles.models.base import CausalLM
 from miles.models.draft.base import Draft
+from miles.models.indexer_layout import build_indexer_layout
 from miles.models.spec import DecoderSpec
 
 _DRAFT_RANKS = (
@@ -80,10 +81,9 @@ def build_runner(
             return_indexer_topk=return_indexer_topk,
             compute_num_pages=compute_num_pages,
         )
-    num_pages = compute_num_pages(spec, platform)
     runner = ModelRunner(
         spec,
-        num_pages=num_pages,
+        num_pages=(num_pages := compute_num_pages(spec, platform)),
         page_size=config.engine_page_size,
         num_slots=config.engine_max_running,
         return_routed_experts=config.engine_return_routed_experts,
@@ -126,6 +126,12 @@ def _build_tp_runner(
 ) -> EngineRunner:
     from miles.backends.native.tp.runner import RunnerSpec, launch_tp_runner
 
+    indexers = build_indexer_layout(spec) if return_indexer_topk else None
+    if indexers is not None and indexers.groups > 1:
+        raise UsageError(
+            "the blocks that each key-value head selects are not recorded by an engine of several ranks; set "
+            "--rollout-num-gpus-per-engine to 1, or remove --use-rollout-indexer-replay."
+        )
     offsets_v = None if head is None else head.token_offsets_v
     runner_spec = RunnerSpec(
         spec=spec,
