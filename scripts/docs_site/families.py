@@ -19,8 +19,8 @@ ROUTING = (
     "trainer use the same ones ([parity](../parity.md#routing-replay))."
 )
 HYBRID = (
-    "Recurrent layers keep a state that cannot be split at a page boundary: the trajectories of one prompt share its "
-    "prefill, but a prefix is not shared between prompts."
+    "Recurrent layers keep a state that belongs to one position: a prefix is shared up to a position whose state the "
+    "engine kept ([prefix cache](../engine.md#recurrent-states))."
 )
 IMAGES = (
     "Images: the vision tower is part of the model ([images](../vision.md), [training on "
@@ -95,7 +95,8 @@ PAGES = (
             "of heads.",
             "Published checkpoints of V3 and later are FP8 in blocks of 128 x 128: they are read as they are, and "
             "`--train-precision fp8` trains in the same format ([precision](../precision.md)).",
-            "V3.2 has a sparse-attention indexer. It gets no gradient: it is loaded, published and saved unchanged.",
+            "V3.2 has a sparse-attention indexer. It gets no gradient: it is loaded, published and saved unchanged. "
+            "Training can replay what it selected ([parity](../parity.md#indexer-replay)).",
             "A token of V4 attends to a window of 128 tokens, and to one key for every 4 tokens (CSA), of which an "
             "indexer selects some, or for every 128 (HCA). The engine caches what a token adds to such keys for every "
             "token, so that a prefix can be shared by page; its KV cache is larger than compressed keys alone would "

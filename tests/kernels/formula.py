@@ -16,7 +16,8 @@ def seen(length: int, params: AttentionParams, index: IndexerInputs | None = Non
     if index is not None:
         each = torch.einsum("qhd,kd->qhk", index.q_THd, index.k_Td).clamp(min=0)
         scores = (each * index.weights_TH[..., None]).sum(1).masked_fill(~visible, float("-inf"))
-        for row, best in enumerate(scores.topk(min(index.topk, length)).indices):
+        # Of equal scores the lowest position is selected.
+        for row, best in enumerate(scores.sort(descending=True, stable=True).indices[:, : index.topk]):
             visible[row] &= torch.isin(key, best)
     return visible
 

@@ -27,6 +27,34 @@ MOE = QWEN3 | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+SPARSE = QWEN3 | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "index_topk": 64,
+    "index_head_dim": 32,
+    "index_n_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rope_theta": 10000.0,
+}
 VISION = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
     "model_type": "qwen2_5_vl",
@@ -67,9 +95,9 @@ num_rollout = 10
 
 
 def furnish(folder: Path) -> None:
-    """A model, a mixture, one with a vision tower, one nobody knows, prompts, and a recipe that is complete."""
+    """A model, a mixture, one of sparse attention, one with a vision tower, one nobody knows, prompts, and a recipe."""
     odd = {"architectures": ["OddForCausalLM"]}
-    for name, config in {"model": QWEN3, "moe": MOE, "vision": VISION, "odd": odd}.items():
+    for name, config in {"model": QWEN3, "moe": MOE, "sparse": SPARSE, "vision": VISION, "odd": odd}.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
     (folder / "empty").mkdir()

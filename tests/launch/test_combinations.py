@@ -25,6 +25,7 @@ FEATURES = {
     "unmerged LoRA": "--lora-rank 8 --no-lora-merge",
     "MoE": "--hf-checkpoint moe",
     "routing replay": "--hf-checkpoint moe --use-rollout-routing-replay",
+    "indexer replay": "--hf-checkpoint sparse --use-rollout-indexer-replay",
     "FSDP ranks": "--actor-num-gpus-per-node 4",
     "tensor parallel": "--actor-num-gpus-per-node 4 --tensor-model-parallel-size 2",
     "context parallel": "--actor-num-gpus-per-node 4 --context-parallel-size 2",
@@ -69,9 +70,9 @@ FEATURES = {
 def folder(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("combinations")
     furnish(folder)
-    for name in ("model", "moe", "vision"):
+    for name in ("model", "moe", "vision", "sparse"):
         config = folder / name / "config.json"
-        if name != "vision":
+        if name in ("model", "moe"):
             config.write_text(json.dumps(json.loads(config.read_text()) | SIZES))
         tensors = {"lm_head.weight": torch.zeros(1), "model.layers.0.self_attn.q_proj.weight": torch.zeros(1, 1)}
         save_file(tensors, folder / name / "model.safetensors")

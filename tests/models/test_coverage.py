@@ -187,7 +187,7 @@ def family_row(family, kinds) -> str:
     parts = dict.fromkeys(part for _, spec in kinds for layer in spec.layers for part in made_of(layer))
     words = [*parts, *(["soft-capped logits"] if any(spec.logit_softcap for _, spec in kinds) else [])]
     named = ", ".join(f"`{name}`" for name in family.architectures)
-    cache = "among trajectories" if any(spec.recurrent for _, spec in kinds) else "yes"
+    cache = "by states" if any(spec.recurrent for _, spec in kinds) else "yes"
     routing = "recorded, replayed" if any(spec.moe for _, spec in kinds) else "-"
     vision = next((", ".join(tower_of(spec)) for _, spec in kinds if spec.vision is not None), "-")
     return f"| {named} | {family.models} | {', '.join(words)} | {vision} | {cache} | {routing} |"

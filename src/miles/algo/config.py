@@ -222,6 +222,11 @@ class AlgoConfig:
     use_rollout_routing_replay: bool = option(
         False, "Rollout routing replay (R3): route MoE tokens in training to the experts that the engine used."
     )
+    use_rollout_indexer_replay: bool = option(
+        False,
+        "Rollout indexer replay: in training, tokens of a sparse-attention model (DSA, block or pool indexers) attend "
+        "to the keys that the engine's indexers selected for them.",
+    )
     use_routing_replay: bool = option(
         False,
         "Routing replay: in all optimizer steps of a batch, route tokens to the experts of the trainer's "

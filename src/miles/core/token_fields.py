@@ -5,6 +5,9 @@ The shape of one token's entry is in brackets; -1 stands for "no token".
 
 ROUTED_EXPERTS = "routed_experts"
 """[L, k] Experts the token was routed to in each MoE layer; the dtype's maximum where not recorded."""
+INDEXER_TOPK = "indexer_topk"
+"""[L, k] What the indexer of each sparse-attention layer that has one selected for the token: tokens, pools or blocks
+of its sequence; the dtype's maximum where it saw all tokens before it, or was not recorded."""
 TOP_TOKENS = "top_tokens"
 """[k] The most likely tokens at the position where this token was sampled."""
 TEACHER_LOGPROB = "teacher_logprob"

@@ -129,8 +129,9 @@ TRAIN = _parse_rows(
     tis_auto_mode       | index    | Correction chosen by --tis-mode auto: 0 none, 1 truncate, 2 icepop.
     rs_maskfrac         | fraction | Fraction of trained tokens dropped by --use-rs.
     rs_vetofrac         | fraction | Fraction of trained tokens in samples dropped by --rs-veto-threshold.
-    parity_mean_abs_no_replay | nats | The mean absolute gap of one micro-batch without routing replay.
+    parity_mean_abs_no_replay | nats | The mean absolute gap of one micro-batch without the engine's replay.
     routing_mismatch_ratio | fraction | Fraction of replayed experts that the trainer's router would not have chosen.
+    indexer_mismatch_ratio | fraction | Fraction of replayed tokens that the trainer's indexers would not have selected.
     expert_imbalance    | ratio    | Load of the busiest expert relative to the mean, averaged over layers.
     policy/<name>/version  | versions | Weight version of an additional policy.
     policy/<name>/<metric> | its own  | The metric of that name, of an additional policy.

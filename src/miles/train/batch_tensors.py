@@ -23,7 +23,7 @@ from miles.algo.loss_aggregation import Reducer, WeightedAggregator
 from miles.core.errors import MilesError
 from miles.core.media import prefix_keys
 from miles.core.routed_experts import to_signed_ids, unrecorded_id
-from miles.core.token_fields import ROUTED_EXPERTS, TEACHER_LOGPROB, TEACHER_LOGPROBS, TEACHER_TOKENS
+from miles.core.token_fields import INDEXER_TOPK, ROUTED_EXPERTS, TEACHER_LOGPROB, TEACHER_LOGPROBS, TEACHER_TOKENS
 from miles.core.types import Array, Sample
 from miles.train.packed_images import PackedImages, check_images, truncate_images
 from miles.train.prefix_sharing import (
@@ -78,11 +78,12 @@ class MicroBatch:
     ``weight_R`` is a token's weight in the loss of its global batch and ``mean_R`` its weight in a mean over
     it, ``oldest_R`` the oldest version among the trained tokens of its sample. ``sample_R`` ascends and gives
     the sample of each token; ``trained_B`` is the number of trained tokens of each sample, at least one.
-    In ``replay_TLk`` -1 leaves the choice to the router. ``routed_cache`` records the routed experts of the first
-    forward pass for later ones. ``teacher_indices`` are the indices of the samples' teachers, empty
-    if the samples name none; ``teacher_logprobs`` the log-probs of served teachers, if any. ``idle`` micro-batches
-    have weight 0 and only keep a rank in step with the others. ``sample_ids`` are each sample's prompt and trajectory,
-    ``sample_indices`` its place in the whole batch.
+    In ``replay_TLk`` -1 leaves the choice to the router. ``indexer_TLk`` are the engine's selections of sparse
+    attention (``token_fields.INDEXER_TOPK``), in host memory; -1 leaves the choice to the indexer. ``routed_cache``
+    records the routed experts of the first forward pass for later ones. ``teacher_indices`` are the indices of the
+    samples' teachers, empty if the samples name none; ``teacher_logprobs`` the log-probs of served teachers, if any.
+    ``idle`` micro-batches have weight 0 and only keep a rank in step with the others. ``sample_ids`` are each sample's
+    prompt and trajectory, ``sample_indices`` its place in the whole batch.
 
     ``lengths`` are the numbers of input tokens of the samples. With prefix sharing the tokens are a tree
     of ``tree_nodes``: sample b consists of the nodes on the path to node ``ends[b]``, and ``before_R`` may
@@ -105,6 +106,7 @@ class MicroBatch:
     sample_R: Tensor
     trained_B: Tensor
     replay_TLk: Tensor | None
+    indexer_TLk: Tensor | None = None
     routed_cache: RoutedExpertsCache | None = None
     teacher_indices: tuple[int, ...] = ()
     teacher_logprobs: TeacherLogprobs | None = None
@@ -134,21 +136,23 @@ class MicroBatch:
             positions_T=self.positions_T[slot_P],
             before_R=start_B[self.sample_R] + self.positions_T[self.before_R],
             replay_TLk=None if self.replay_TLk is None else self.replay_TLk[slot_P],
+            indexer_TLk=None if self.indexer_TLk is None else self.indexer_TLk[slot_P.cpu()],
             tree_nodes=(),
             ends=(),
             images=None if self.images is None else replace(self.images, slot_P=None),
         )
 
     def without_replay(self) -> MicroBatch:
-        """Return the micro-batch without routing replay."""
-        return replace(self, replay_TLk=None, routed_cache=None)
+        """Return the micro-batch without routing and indexer replay."""
+        return replace(self, replay_TLk=None, indexer_TLk=None, routed_cache=None)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch on another device, or itself if it is there."""
         if self.tokens_T.device == device:
             return self
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+        on_device = {name: value for name, value in values.items() if name != "indexer_TLk"}
+        moved = {name: value.to(device) for name, value in on_device.items() if isinstance(value, Tensor)}
         teacher_logprobs = None if self.teacher_logprobs is None else self.teacher_logprobs.to(device)
         return replace(self, **moved, teacher_logprobs=teacher_logprobs)
 
@@ -171,6 +175,7 @@ class PackedSequences:
     before_R: Tensor
     images: PackedImages | None = None
     replay_TLk: Tensor | None = None
+    indexer_TLk: Tensor | None = None
     routed_cache: RoutedExpertsCache | None = None
     tree_nodes: tuple[TreeNode, ...] = ()
     idle: bool = False
@@ -302,11 +307,12 @@ def pack_micro_batch(
     *,
     device: torch.device,
     replay: bool,
+    replay_indexer: bool = False,
     share: bool = False,
     min_shared: int | None = None,
     tree: PrefixTree | None = None,
 ) -> MicroBatch:
-    """Pack the ``chosen`` samples; ``replay`` includes the engine's routed experts.
+    """Pack the ``chosen`` samples; ``replay`` includes the engine's routed experts, ``replay_indexer`` its selections.
 
     With ``share`` samples of one prompt share common prefixes of at least ``min_shared`` tokens; None: a default. Their
     prefix ``tree`` is built if it is not given.
@@ -321,7 +327,8 @@ def pack_micro_batch(
         tree = build_prefix_tree(build_token_paths(flat, chosen, replay=replay), min_shared=min_shared)
     if tree is not None and len(tree.kept_T) == len(tree.slot_P):
         tree = None  # they share nothing
-    replay_PLk = _build_replay([flat.samples[i] for i in chosen], sizes.tolist()) if replay else None
+    replay_PLk = _build_replay(flat, chosen, ROUTED_EXPERTS) if replay else None
+    indexer_PLk = _build_replay(flat, chosen, INDEXER_TOPK) if replay_indexer else None
 
     def deduplicate(x_P: Array) -> Array:
         return x_P if tree is None else x_P[tree.kept_T]
@@ -343,6 +350,7 @@ def pack_micro_batch(
         sample_R=to_tensor(sample_R, torch.int64),
         trained_B=to_tensor(np.bincount(sample_R, minlength=len(chosen)), torch.int64),
         replay_TLk=None if replay_PLk is None else torch.from_numpy(deduplicate(replay_PLk)).to(device),
+        indexer_TLk=None if indexer_PLk is None else torch.from_numpy(deduplicate(indexer_PLk)),
         teacher_indices=tuple(
             int(s.extras[TEACHER_INDEX][0]) for i in chosen if TEACHER_INDEX in (s := flat.samples[i]).extras
         ),
@@ -413,6 +421,7 @@ def select_samples(rows: MicroBatch, chosen: Sequence[int]) -> tuple[MicroBatch,
         sample_R=(selected_B.cumsum(0) - 1)[rows.sample_R[index_R]],
         trained_B=rows.trained_B[selected_B],
         replay_TLk=None if rows.replay_TLk is None else rows.replay_TLk[index_T],
+        indexer_TLk=None if rows.indexer_TLk is None else rows.indexer_TLk[index_T.cpu()],
         teacher_indices=tuple(t for i, t in enumerate(rows.teacher_indices) if i in selected),
         sample_ids=tuple(sample_id for i, sample_id in enumerate(rows.sample_ids) if i in selected),
         sample_indices=tuple(index for i, index in enumerate(rows.sample_indices) if i in selected),
@@ -438,20 +447,23 @@ def _prune_tree(rows: MicroBatch, selected: Sequence[int]) -> tuple[set[int], tu
     return set(pieces), pruned, tuple(number[rows.ends[i]] for i in selected)
 
 
-def _build_replay(samples: Sequence[Sample], lengths: Sequence[int]) -> Array | None:
-    """Return the routed experts recorded by the engine, -1 where not recorded; None if no sample has any."""
-    pattern = next((s.extras[ROUTED_EXPERTS] for s in samples if ROUTED_EXPERTS in s.extras), None)
+def _build_replay(flat: FlatBatch, chosen: Sequence[int], name: str) -> Array | None:
+    """Return what the engine recorded of the tokens under this name, -1 where nothing is; None if no sample has any."""
+    samples, lengths = [flat.samples[i] for i in chosen], flat.length_S[chosen].tolist()
+    pattern = next((s.extras[name] for s in samples if name in s.extras), None)
     if pattern is None:
         return None
     expected = (pattern.dtype, pattern.shape[1:])
     for sample in samples:
-        routed = sample.extras.get(ROUTED_EXPERTS, pattern)
-        if (routed.dtype, routed.shape[1:]) != expected or routed.dtype.kind != "u" or routed.ndim != 3:
+        found = sample.extras.get(name, pattern)
+        if (found.dtype, found.shape[1:]) != expected or found.dtype.kind != "u" or found.ndim != 3:
             raise MilesError(
-                f"the {ROUTED_EXPERTS} of trajectory {sample.trajectory} of prompt {sample.prompt_id} are "
-                f"{routed.dtype}{list(routed.shape)}, but must be unsigned [tokens, layers, experts], the same in all "
+                f"the {name} of trajectory {sample.trajectory} of prompt {sample.prompt_id} are "
+                f"{found.dtype}{list(found.shape)}, but must be unsigned [tokens, layers, entries], the same in all "
                 "trajectories; custom generate and advantage functions must keep the extras of spans."
             )
     missing = np.broadcast_to(np.array(unrecorded_id(pattern.dtype), pattern.dtype), (max(lengths), *pattern.shape[1:]))
-    parts = [s.extras.get(ROUTED_EXPERTS, missing)[:n] for s, n in zip(samples, lengths, strict=True)]
-    return to_signed_ids(np.concatenate(parts))
+    parts = [s.extras.get(name, missing)[:n] for s, n in zip(samples, lengths, strict=True)]
+    joined = np.concatenate(parts)
+    # Positions need 31 bits at most, while to_signed_ids keeps 32.
+    return joined.view(np.int32) if joined.dtype == np.uint32 and name == INDEXER_TOPK else to_signed_ids(joined)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -112,6 +113,7 @@ def build_micro_batches(
     *,
     device: torch.device,
     replay: bool,
+    replay_indexer: bool = False,
     paired: bool = False,
     dp_group: DataParallelGroup = SINGLE_RANK,
     cost_fn: CostFn | None = None,
@@ -119,6 +121,7 @@ def build_micro_batches(
 ) -> list[MicroBatch]:
     """Pack this rank's part of a global batch; ``paired`` samples (0 and 1, 2 and 3, ...) stay together.
 
+    ``replay`` includes the engine's routed experts, ``replay_indexer`` its selections of sparse attention.
     All ranks have the same number of micro-batches; one without samples has weight 0. ``cost_fn`` gives the cost of a
     number of tokens and image features to balance; by default the number of tokens. The vision tower computes a feature
     from ``patches_per_feature`` patches.
@@ -148,15 +151,14 @@ def build_micro_batches(
     )[dp_group.dp_rank]
     smallest = units[min(range(len(units)), key=lengths.__getitem__)]
 
+    pack_samples = partial(pack_micro_batch, flat, device=device, replay=replay, replay_indexer=replay_indexer)
+
     def pack(chosen: Sequence[int]) -> MicroBatch:
         samples = [i for unit in chosen for i in units[unit]]
         tree = _join_trees(flat, [units[unit] for unit in chosen], [trees[unit] for unit in chosen]) if trees else None
-        return pack_micro_batch(flat, samples, device=device, replay=replay, share=share, tree=tree)
+        return pack_samples(samples, share=share, tree=tree)
 
-    return [
-        pack(chosen) if chosen else _make_idle(pack_micro_batch(flat, smallest, device=device, replay=replay))
-        for chosen in bins
-    ]
+    return [pack(chosen) if chosen else _make_idle(pack_samples(smallest)) for chosen in bins]
 
 
 class _PatchCounter:
@@ -313,6 +315,8 @@ class GradAccumulator:
         kept = {name: part.detach() for name, part in loss.metrics.items()}
         if output.flips is not None and output.replayed is not None:
             kept |= {"routing_mismatches": output.flips, "routing_replayed": output.replayed}
+        if output.indexer_flips is not None and output.indexer_replayed is not None:
+            kept |= {"indexer_mismatches": output.indexer_flips, "indexer_replayed": output.indexer_replayed}
         if output.load_LE is not None:
             kept[_LOAD] = output.load_LE if not rows.idle else torch.zeros_like(output.load_LE)
         if self.record_tokens:

@@ -94,7 +94,8 @@ class HeadOutput:
 
     With a split over ranks (context or vocabulary parallel) these are the rank's own. ``flips`` counts the replayed
     experts that the model's own router would not have chosen, out of ``replayed``, over the whole micro-batch; both
-    None without replay. ``load_LE`` is how often each expert of each layer was chosen, if counted. ``features`` are
+    None without replay; ``indexer_flips`` and ``indexer_replayed`` are the same of entries that indexers of sparse
+    attention select. ``load_LE`` is how often each expert of each layer was chosen, if counted. ``features`` are
     those of a draft model, if one is trained. ``lora`` is the adapter of the head, if it has one.
     """
 
@@ -105,6 +106,8 @@ class HeadOutput:
     tokens: ContextShard | None = None
     flips: Tensor | None = None
     replayed: Tensor | None = None
+    indexer_flips: Tensor | None = None
+    indexer_replayed: Tensor | None = None
     load_LE: Tensor | None = None
     numerics: Numerics = FAST
     features: PolicyFeatures | None = None

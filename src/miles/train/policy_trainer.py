@@ -442,6 +442,7 @@ class PolicyTrainer:
             self._train,
             device=self._actor.device,
             replay=objective.algo.use_rollout_routing_replay,
+            replay_indexer=objective.algo.use_rollout_indexer_replay,
             paired=objective.algo.loss_type in PREFERENCE_LOSSES,
             dp_group=self._dp_group,
             cost_fn=self._cost_fn,
@@ -487,12 +488,12 @@ class PolicyTrainer:
     def _compare_probe(self, samples: Sequence[Sample], sums: MetricSums) -> None:
         """Compare engine and trainer on samples that are not trained on, if the batch has only older ones."""
         flat = self._objective.flatten([[s] for s in samples])
-        replay = self._algo.use_rollout_routing_replay
         micro_batches = build_micro_batches(
             flat,
             self._train,
             device=self._actor.device,
-            replay=replay,
+            replay=self._algo.use_rollout_routing_replay,
+            replay_indexer=self._algo.use_rollout_indexer_replay,
             dp_group=self._dp_group,
             patches_per_feature=self._patches_per_feature,
         )
@@ -505,15 +506,18 @@ class PolicyTrainer:
             accumulate_parity(logp_R, rows, self.version.number, sums, numerics=self._actor.numerics)
 
     def _measure_without_replay(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Measure the parity of one micro-batch without routing replay, at the configured interval."""
-        every = self._no_replay_interval
-        due = self._algo.use_rollout_routing_replay and every and self.version.number % every == 0
+        """Measure the parity of one micro-batch without the engine's replay, at the configured interval."""
+        every, algo = self._no_replay_interval, self._algo
+        replays = algo.use_rollout_routing_replay or algo.use_rollout_indexer_replay
+        due = replays and every and self.version.number % every == 0
         if not due or not micro_batches:
             return {}
-        if not self._dp_group.union_names(["replayed"] if micro_batches[0].replay_TLk is not None else []):
+        first = micro_batches[0]
+        has_records = first.replay_TLk is not None or first.indexer_TLk is not None
+        if not self._dp_group.union_names(["replayed"] if has_records else []):
             return {}
         sums = MetricSums()
-        self._compare([micro_batches[0].without_replay()], sums)
+        self._compare([first.without_replay()], sums)
         metrics = parity_metrics(sums, self._dp_group)
         return {"parity_mean_abs_no_replay": metrics["parity_mean_abs"]} if metrics else {}
 
@@ -629,9 +633,11 @@ def _mean_over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for step in steps for name in step)
     out = {name: fmean(step[name] for step in steps if name in step) for name in names}
     out |= {name: steps[-1][name] for name in ("lr", "critic_lr") if name in steps[-1]}
-    replayed = out.pop("routing_replayed", 0.0)
-    mismatches = out.pop("routing_mismatches", 0.0)
-    return out | ({"routing_mismatch_ratio": mismatches / replayed} if replayed else {})
+    for name in ("routing", "indexer"):
+        replayed, mismatches = out.pop(f"{name}_replayed", 0.0), out.pop(f"{name}_mismatches", 0.0)
+        if replayed:
+            out[f"{name}_mismatch_ratio"] = mismatches / replayed
+    return out
 
 
 def _count_saved_tokens(plan: Sequence[Sequence[MicroBatch]], dp_group: DataParallelGroup) -> float:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from miles.core.errors import MilesError, UsageError
 from miles.kernels.attention.bidirectional_spans import BidirectionalSpansBackend
+from miles.kernels.attention.indexer_replay import IndexerSelections
 from miles.kernels.attention.tree import KeyRuns, Segment, TreeAttentionBackend
 from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend, BatchInvariantVarlenBackend
@@ -295,6 +296,7 @@ def build_attention(
     *,
     numerics: Numerics,
     visible_ends_T: NDArray[np.int64] | None = None,
+    selections: IndexerSelections | None = None,
 ) -> (
     VarlenAttentionBackend
     | TreeAttentionBackend
@@ -305,16 +307,20 @@ def build_attention(
     """Build the attention of a micro-batch: over its prefix tree if it has one, else over sequences of ``lengths``.
 
     ``visible_ends_T`` is one past the last position that each token attends to; None: attention is causal.
+    ``selections`` replace what indexers of sparse attention select.
     """
     tree = nodes or tuple(TreeNode(length) for length in lengths)
     if visible_ends_T is not None:
         _check_uncut(tree, visible_ends_T)
     if not nodes and numerics.batch_invariant:
-        return BatchInvariantVarlenBackend(lengths, device, visible_ends_T)
+        return BatchInvariantVarlenBackend(lengths, device, visible_ends_T, selections)
     segments = [Segment(s.length, each) for s, each in zip(tree, compute_runs(tree), strict=True)]
     if numerics.batch_invariant:
-        return BatchInvariantTreeBackend(segments, device, visible_ends_T=visible_ends_T)
-    causal = TreeAttentionBackend(segments, device) if nodes else VarlenAttentionBackend(lengths, device)
+        return BatchInvariantTreeBackend(segments, device, visible_ends_T=visible_ends_T, selections=selections)
+    if nodes:
+        causal = TreeAttentionBackend(segments, device, selections=selections)
+    else:
+        causal = VarlenAttentionBackend(lengths, device, selections)
     return causal if visible_ends_T is None else BidirectionalSpansBackend(causal, segments, visible_ends_T, device)
 
 

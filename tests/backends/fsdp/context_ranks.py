@@ -9,6 +9,7 @@ from torch import distributed as dist
 
 from miles.backends.fsdp.context_parallel import shard_batch
 from miles.backends.fsdp.device_mesh import CommGroup, FsdpMesh
+from miles.backends.fsdp.indexer_replay import build_selections, collect_counts
 from miles.kernels.attention.gather_rows import index_rows
 from miles.kernels.numerics import FAST
 from miles.models.checkpoint.hf import read_config
@@ -46,11 +47,20 @@ def share_of(rank, world, cases):
     for spec, rows, recompute, multiple, dtype in cases:
         decoder, part = (
             decoder_of(spec, recompute=recompute, dtype=dtype),
-            shard_batch(rows, group, multiple=multiple, numerics=FAST),
+            shard_batch(
+                rows,
+                group,
+                multiple=multiple,
+                numerics=FAST,
+                selections=build_selections(spec, rows.indexer_TLk),
+            ),
         )
         assert len(part.tokens_T) % multiple == 0
         routing = None if part.replay_TLk is None else Routing(replay_TLk=part.replay_TLk)
         hidden_tD = decoder(part.tokens_T, part.positions_T, part.attn_backend, routing)
+        counts = collect_counts(part.selections, CPU, group.sum)
+        assert (counts is None) == (rows.indexer_TLk is None)
+        assert counts is None or 0 < int(counts.mismatches) < int(counts.replayed)
         hidden_rD = index_rows(hidden_tD, part.at_r)
         output = HeadOutput(hidden_RD=hidden_rD, head_VD=decoder.head(), softcap=spec.logit_softcap, tokens=part.tokens)
         loss, read, grads = learnt(decoder, rows, output)

@@ -1,5 +1,7 @@
 """Context parallelism against the same micro-batch in one process."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -14,12 +16,15 @@ from tests.train.shared_prefix_samples import group
 
 from miles.algo.loss_aggregation import mean_per_token
 from miles.backends.fsdp.context_parallel import _assign_tokens
+from miles.backends.fsdp.indexer_replay import build_selections
 from miles.backends.fsdp.local_model import LocalModel
 from miles.cluster.parallel_dims import ParallelDims
+from miles.core.token_fields import INDEXER_TOPK
 from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.models.checkpoint import hf
 from miles.models.decoder import Routing
 from miles.models.families import spec_from_config
+from miles.models.indexer_layout import build_indexer_layout
 from miles.train.batch_tensors import flatten_batch, group_by_trajectory, pack_micro_batch
 from miles.train.dp_group import SINGLE_RANK
 from miles.train.logprobs import HeadOutput
@@ -29,14 +34,28 @@ def rows_for(spec, *, share, replay, seed=0):
     rng = np.random.default_rng(seed)
     experts = (len(spec.moe_layers), spec.moe.num_experts, spec.moe.experts_per_token) if replay else None
     samples = [s for i in range(2) for s in group(rng, i, prompt=11 + 5 * i, replies=(7, 1, 20), experts=experts)]
+    if choices := build_indexer_layout(spec) if replay else None:
+        samples = [with_choices(rng, s, choices) for s in samples]
     flat = flatten_batch(group_by_trajectory(samples), mean_per_token)
-    return pack_micro_batch(flat, range(len(samples)), device=CPU, replay=replay, share=share)
+    return pack_micro_batch(
+        flat, range(len(samples)), device=CPU, replay=replay, replay_indexer=choices is not None, share=share
+    )
+
+
+def with_choices(rng, sample, layout):
+    """The sample with tokens that an engine's indexers may have selected, except for every fifth token."""
+    rows = np.stack([layout.unrecorded_row()] * len(sample))
+    for query in (q for q in range(layout.count, len(sample)) if q % 5):
+        for slot in range(len(layout.layers)):
+            rows[query, slot] = np.sort(rng.permutation(query + 1)[: layout.count])
+    return replace(sample, extras={**sample.extras, INDEXER_TOPK: rows})
 
 
 def whole(spec, rows, dtype):
     rows, decoder = rows.unshare(), decoder_of(spec, dtype=dtype)
     routing = None if rows.replay_TLk is None else Routing(replay_TLk=rows.replay_TLk)
-    hidden_TD = decoder(rows.tokens_T, rows.positions_T, VarlenAttentionBackend(rows.lengths, "cpu"), routing)
+    backend = VarlenAttentionBackend(rows.lengths, "cpu", build_selections(spec, rows.indexer_TLk))
+    hidden_TD = decoder(rows.tokens_T, rows.positions_T, backend, routing)
     output = HeadOutput(hidden_RD=hidden_TD[rows.before_R], head_VD=decoder.head(), softcap=spec.logit_softcap)
     return *learnt(decoder, rows, output), hidden_TD[rows.before_R].detach()
 
@@ -103,6 +122,7 @@ def test_two_ranks_learn_what_one_learns_with_short_convolutions_and_sparse_atte
         [
             case("lfm2", dtype=torch.float64),
             case("deepseek v3.2", recompute=True),
+            case("deepseek v3.2", recompute=True, replay=True, multiple=8),
             case("glm 5 a choice every other layer", multiple=4),
         ],
     )

@@ -49,8 +49,8 @@ def test_samples_of_one_prompt_compute_it_once_and_get_the_tokens_they_would_get
         tiny.same(one, other)
 
 
-def test_a_prefix_seen_before_is_not_found_since_its_state_is_gone(tiny, decoder):
-    engine = tiny.engine(decoder, page_size=4)
+def test_a_prefix_seen_before_is_not_found_where_no_states_are_kept(tiny, decoder):
+    engine = tiny.engine(decoder, page_size=4, state_cache_mib=0)
     prompt = tiny.prompts(1, low=20, high=21)[0]
     first, second = (tiny.generate_all(engine, [(prompt, LONG)])[0] for _ in range(2))
     assert (first.cached_tokens, second.cached_tokens) == (0, 0)
@@ -96,7 +96,7 @@ def test_states_live_on_through_a_swap_of_weights_in_flight(tiny, decoder):
 
     async def story():
         tasks = [asyncio.create_task(engine.generate(*request)) for request in asked]
-        while engine.stats()["steps"] < 11:
+        while engine.stats()["steps"] < 12:  # prompts take two, the second for their last token
             await asyncio.sleep(0)
         tiny.publish(engine, other, number=1)
         late = asyncio.create_task(engine.generate(*asked[0]))
@@ -145,7 +145,9 @@ def test_the_cache_takes_what_the_states_of_all_slots_leave(tiny, decoder):
             return self.free
 
     spec, config = decoder.spec, NativeConfig(engine_max_running=3)
-    states, token = 3 * state_bytes_per_sequence(spec, "float32"), kv_bytes_per_token(spec, "float32", FAST)
+    assert config.count_cached_states(state_bytes_per_sequence(spec, "float32")) == 3
+    assert NativeConfig(engine_state_cache_mib=1).count_cached_states(400_000) == 2
+    states, token = 2 * 3 * state_bytes_per_sequence(spec, "float32"), kv_bytes_per_token(spec, "float32", FAST)
     assert states > 0
     assert compute_kv_tokens(spec, config, Box(2 * (states + 100 * token)), torch.float32, FAST) == 100
     assert (
@@ -228,4 +230,4 @@ def test_only_as_many_tokens_are_drafted_as_there_are_states(tiny, decoder):
             tiny.same(one, other)
     assert engine.stats()["accepted_draft_tokens"] > 0
     states = engine._runner._states
-    assert {len(tensor) for layer in states.layers.values() for tensor in layer} == {8 + 8}
+    assert {len(tensor) for layer in states.layers.values() for tensor in layer} == {8 + 8 + 8}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from miles.kernels.attention import block_selection
-from miles.kernels.attention.block_selection import mask_unselected_blocks, select_topk_blocks, unselected_tokens
+from miles.kernels.attention.block_selection import select_topk_blocks, select_visible_blocks, unselected_tokens
 from miles.kernels.attention.eager import eager_attention
 from miles.kernels.attention.params import AttentionInputs, AttentionParams, BlockIndexerInputs
 from miles.kernels.attention.varlen import VarlenAttentionBackend
@@ -52,9 +52,10 @@ def test_a_paged_row_sees_what_the_whole_sequence_sees(length, block, topk, loca
     first = 9
     position_Q = torch.arange(first, length)
     visible_QT = torch.arange(length) <= position_Q[:, None]
-    paged_1GQT = mask_unselected_blocks(
+    selected_1GQt = select_visible_blocks(
         index.q_TGd[None, first:], index.k_Td[None], visible_QT[None], position_Q[None], index
     )
+    paged_1GQT = unselected_tokens(selected_1GQt, block, length)
     assert torch.equal(paged_1GQT[0] & visible_QT, whole_GST[:, first:] & visible_QT)
 
 

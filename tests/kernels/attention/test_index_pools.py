@@ -4,7 +4,13 @@ import pytest
 import torch
 from tests.kernels.device import random
 
-from miles.kernels.attention.index_pools import mask_unselected_pools, pool_index_keys, select_pooled_tokens
+from miles.kernels.attention.index_pools import (
+    expand_pools,
+    mask_unselected_pools,
+    pool_index_keys,
+    select_pools,
+    select_topk_pools,
+)
 
 HEADS, SIZE = 5, 6
 
@@ -32,12 +38,13 @@ def test_the_tokens_of_the_best_pools_and_behind_them_are_selected(length, pool,
     bias = random(pool, SIZE)
     wanted = select_by_definition(q, keys, weights, topk, bias)
     for at_once in (1, 10**6):
-        found = select_pooled_tokens(q, keys, weights, topk, bias, max_scores=at_once)
+        found = expand_pools(select_topk_pools(q, keys, weights, topk, bias, max_scores=at_once), pool)
         assert found.shape == (length, topk + pool - 1)
         assert [set(row.tolist()) for row in found] == wanted
     scores = torch.einsum("th,thp->tp", weights, (q @ pool_index_keys(keys, bias).T).relu())
     visible = torch.arange(1, length + 1)[None]
-    hidden = mask_unselected_pools(scores[None], visible, length, topk, pool)[0]
+    pools = select_pools(scores[None], visible // pool, topk // pool)
+    hidden = mask_unselected_pools(pools, visible, length // pool, length, pool)[0]
     seen = [{i for i in range(token + 1) if not hidden[token, i]} for token in range(length)]
     assert seen == wanted
 
@@ -45,5 +52,6 @@ def test_the_tokens_of_the_best_pools_and_behind_them_are_selected(length, pool,
 def test_a_context_without_a_complete_pool_is_seen_as_it_is():
     bias, keys = random(4, SIZE), random(3, 2 * SIZE)
     assert pool_index_keys(keys, bias).shape == (0, SIZE)
-    hidden = mask_unselected_pools(torch.zeros(1, 1, 0), torch.tensor([[3]]), 3, 8, 4)
+    none = select_pools(torch.zeros(1, 1, 0), torch.tensor([[0]]), 2)
+    hidden = mask_unselected_pools(none, torch.tensor([[3]]), 0, 3, 4)
     assert not hidden.any()

@@ -63,7 +63,7 @@ def chosen(index: IndexerInputs) -> torch.Tensor:
     scores = (weights[:, :, None] * torch.einsum("qhd,kd->qhk", q, k).relu()).sum(1)
     allowed = torch.zeros(len(q), len(q), dtype=torch.bool)
     for asks, row in enumerate(scores):
-        allowed[asks, row[: asks + 1].topk(min(index.topk, asks + 1)).indices] = True
+        allowed[asks, row[: asks + 1].sort(descending=True, stable=True).indices[: index.topk]] = True
     return allowed
 
 

@@ -38,7 +38,7 @@ class Looking:
         if isinstance(index, IndexerInputs):
             votes_TSH = torch.einsum("thd,sd->tsh", index.q_THd, index.k_Td).relu()
             score_TS = torch.einsum("tsh,th->ts", votes_TSH, index.weights_TH).masked_fill(~seen_TS, -torch.inf)
-            best = score_TS.topk(min(index.topk, len(q_THd))).indices
+            best = score_TS.sort(descending=True, stable=True).indices[:, : index.topk]
             self.chosen[layer] = seen_TS & torch.zeros_like(seen_TS).scatter(1, best, True)
         if index is not None:
             seen_TS = self.chosen[layer if isinstance(index, IndexerInputs) else index]

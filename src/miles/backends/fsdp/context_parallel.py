@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from miles.backends.fsdp.autograd_collectives import CollectiveGroup, gather_from_sequence_region, gather_replicated
+from miles.kernels.attention.indexer_replay import IndexerSelections
 from miles.kernels.attention.params import AttentionInputs, IndexerInputs
 from miles.kernels.attention.tree import KeyRuns, Segment, TreeAttentionBackend
 from miles.kernels.attention.varlen import FreshRecurrentState
@@ -59,6 +60,9 @@ class PackedRows(Protocol):
     def replay_TLk(self) -> Tensor | None: ...
 
     @property
+    def indexer_TLk(self) -> Tensor | None: ...
+
+    @property
     def images(self) -> PackedImages | None: ...
 
 
@@ -80,11 +84,12 @@ class ContextParallelAttention:
         lengths: Sequence[int],
         shard: ContextSequenceShard,
         numerics: Numerics,
+        selections: IndexerSelections | None = None,
     ) -> None:
         self._group = group
         self._lengths, self._shard = lengths, shard
         backend_class = BatchInvariantTreeBackend if numerics.batch_invariant else TreeAttentionBackend
-        self._backend = backend_class(segments, device, keys=group.world * own)
+        self._backend = backend_class(segments, device, keys=group.world * own, selections=selections)
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         k_tGd, v_tGe = inputs.k_TGd, inputs.v_TGe
@@ -144,7 +149,7 @@ class RankBatch:
     Under context parallelism, ``tokens`` says which of the needed ones are this rank's, and ``place_T`` where each
     token of the micro-batch is among those of all ranks. Some needed ones are ``repeated`` if samples share a prefix.
     The last ``fill`` tokens are padding. ``positions_T`` are [T], or [3, T] for M-RoPE; ``vision`` are the images of
-    its own tokens, possibly none, if the batch has any.
+    its own tokens, possibly none, if the batch has any. ``selections`` are those that its sparse attention replays.
     """
 
     tokens_T: Tensor
@@ -157,6 +162,7 @@ class RankBatch:
     repeated: bool = False
     fill: int = 0
     vision: VisionInputs | None = None
+    selections: IndexerSelections | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,12 +227,13 @@ def shard_batch(
     multiple: int = 1,
     positions_T: Tensor | None = None,
     vision: VisionInputs | None = None,
+    selections: IndexerSelections | None = None,
 ) -> RankBatch:
     """Return this rank's part of ``rows``; all ranks' parts are equally long, a ``multiple`` of so many tokens, padded
     at the end.
 
     ``rows`` are the same on all ranks of the group, and all call this together. ``positions_T`` are those that the
-    model takes, by default those of ``rows``, and ``vision`` the images of all tokens.
+    model takes, by default those of ``rows``, and ``vision`` and ``selections`` those of all tokens.
     """
     positions_T = rows.positions_T if positions_T is None else positions_T
     tree_nodes = rows.tree_nodes or tuple(TreeNode(length) for length in rows.lengths)
@@ -243,6 +250,9 @@ def shard_batch(
     replay_tLk = None
     if rows.replay_TLk is not None:
         replay_tLk = F.pad(rows.replay_TLk.index_select(0, own_t), (0, 0, 0, 0, 0, more), value=-1)
+    if selections is not None and selections.replay_TLk is not None:
+        own_TLk = selections.replay_TLk[torch.from_numpy(assignment.own[rank])]
+        selections = replace(selections, replay_TLk=F.pad(own_TLk, (0, 0, 0, 0, 0, more), value=-1))
     return RankBatch(
         tokens_T=F.pad(rows.tokens_T.index_select(0, own_t), (0, more)),
         positions_T=F.pad(positions_T.index_select(-1, own_t), (0, more)),
@@ -254,6 +264,7 @@ def shard_batch(
             lengths=[node.length for node in tree_nodes],
             shard=ContextSequenceShard(place_T=place_T, own_t=own_t, fill=more, group=group),
             numerics=numerics,
+            selections=selections,
         ),
         at_r=place_R[mine_r] - rank * assignment.size,
         tokens=_tokens(owner_R, mine_r, group),
@@ -262,6 +273,7 @@ def shard_batch(
         repeated=bool(rows.tree_nodes),
         fill=more,
         vision=None if vision is None else select_range(vision, place_T, rank * assignment.size, assignment.size),
+        selections=selections,
     )
 
 

@@ -21,6 +21,7 @@ from miles.backends.fsdp import expert_parallel, tensor_parallel
 from miles.backends.fsdp.autograd_collectives import gather_replicated
 from miles.backends.fsdp.device_mesh import FsdpMesh
 from miles.backends.fsdp.fully_shard import accept_no_images, apply_fully_shard
+from miles.backends.fsdp.indexer_replay import collect_counts
 from miles.backends.fsdp.lora_model import build_head_lora
 from miles.backends.fsdp.master_params import MasterParams
 from miles.backends.fsdp.packed_batch import RankBatch, build_rank_batch
@@ -257,6 +258,7 @@ class FsdpModel:
         lora = None
         if self._adapters is not None:
             lora = build_head_lora(self._adapters, merged=not self._beside, part_of=self._find_rank_part)
+        indexer = collect_counts(packed.selections, self.device, self.mesh.cp_group.sum)
         return HeadOutput(
             hidden_RD=hidden_rD,
             head_VD=self._decoder.head(),
@@ -265,6 +267,8 @@ class FsdpModel:
             tokens=packed.tokens,
             flips=stats.flips,
             replayed=stats.replayed,
+            indexer_flips=None if indexer is None else indexer.mismatches,
+            indexer_replayed=None if indexer is None else indexer.replayed,
             load_LE=stats.load_LE,
             numerics=self.numerics,
             features=features,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from miles.backends.fsdp.indexer_replay import IndexerCounts, build_selections, collect_counts
 from miles.backends.fsdp.lora_model import build_head_lora
 from miles.backends.fsdp.routing_replay import RoutingStats, build_routing, collect_routing_stats
 from miles.core.errors import CheckpointError, MilesError
@@ -38,10 +39,12 @@ from miles.train.prefix_sharing import TreeNode, build_attention, check_supporte
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedOutput(RoutingStats):
     """Hidden states of a packed batch and routing statistics. ``flips`` counts the replayed experts that the router
-    would not have selected, out of ``replayed``; both None if nothing was replayed.
+    would not have selected, out of ``replayed``; both None if nothing was replayed. ``indexer`` are the counts of
+    replayed selections, if there are any.
     """
 
     hidden_TD: Tensor
+    indexer: IndexerCounts | None = None
 
 
 class _Unsharded:
@@ -187,6 +190,7 @@ class LocalModel(_Unsharded):
             rows.routed_cache,
             rows.images,
             capture,
+            rows.indexer_TLk,
         )
         features = None
         if wanted is not None:
@@ -201,6 +205,8 @@ class LocalModel(_Unsharded):
             softcap=spec.logit_softcap,
             flips=read.flips,
             replayed=read.replayed,
+            indexer_flips=None if read.indexer is None else read.indexer.mismatches,
+            indexer_replayed=None if read.indexer is None else read.indexer.replayed,
             load_LE=read.load_LE,
             numerics=self.numerics,
             features=features,
@@ -217,6 +223,7 @@ class LocalModel(_Unsharded):
         used: RoutedExpertsCache | None = None,
         images: PackedImages | None = None,
         capture: HiddenCapture | None = None,
+        indexer_TLk: Tensor | None = None,
     ) -> PackedOutput:
         """Compute the hidden states of packed sequences without padding, or of a prefix tree of ``tree_nodes``."""
         longest, most = max(lengths), self._decoder.spec.max_positions
@@ -226,7 +233,15 @@ class LocalModel(_Unsharded):
         if isinstance(self._decoder, Decoder):  # routing of transformers modules is neither recorded nor replayed
             routing = build_routing(self._decoder.spec, replay_TLk, used, device=self.device)
         ends_T = None if images is None else images.build_visible_ends(self.spec)
-        attn_backend = build_attention(lengths, tree_nodes, self.device, numerics=self.numerics, visible_ends_T=ends_T)
+        selections = build_selections(self.spec, indexer_TLk)
+        attn_backend = build_attention(
+            lengths,
+            tree_nodes,
+            self.device,
+            numerics=self.numerics,
+            visible_ends_T=ends_T,
+            selections=selections,
+        )
         # Only the native decoder captures; other models may not have the argument.
         extra: dict[str, Any] = {} if capture is None else {"capture": capture}
         if images is None or images.is_empty:
@@ -236,7 +251,13 @@ class LocalModel(_Unsharded):
             positions_T = prepare_positions(images, self.spec, positions_T)
             hidden_TD = self._decoder(tokens_T, positions_T, attn_backend, routing, vision, **extra)
         stats = collect_routing_stats(routing, used)
-        return PackedOutput(hidden_TD=hidden_TD, flips=stats.flips, replayed=stats.replayed, load_LE=stats.load_LE)
+        return PackedOutput(
+            hidden_TD=hidden_TD,
+            flips=stats.flips,
+            replayed=stats.replayed,
+            load_LE=stats.load_LE,
+            indexer=collect_counts(selections, self.device),
+        )
 
     def save(self, folder: Path) -> None:
         hf.save_model(self._decoder, folder, like=self._like, config=self._config)

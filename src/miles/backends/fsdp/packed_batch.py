@@ -14,7 +14,9 @@ from torch import Tensor
 
 from miles.backends.fsdp.context_parallel import PackedRows, RankBatch, shard_batch
 from miles.backends.fsdp.device_mesh import FsdpMesh
+from miles.backends.fsdp.indexer_replay import build_selections
 from miles.core.errors import MilesError, UsageError
+from miles.kernels.attention.indexer_replay import IndexerSelections
 from miles.models.spec import DecoderSpec
 from miles.models.vision.inputs import VisionInputs
 from miles.train.packed_images import PackedImages, prepare_positions, select_range
@@ -30,6 +32,7 @@ class PackedText:
     positions_T: Tensor
     before_R: Tensor
     replay_TLk: Tensor | None = None
+    indexer_TLk: Tensor | None = None
     tree_nodes: Sequence[TreeNode] = ()
     images: PackedImages | None = None
 
@@ -42,6 +45,7 @@ def build_rank_batch(rows: PackedRows, mesh: FsdpMesh, spec: DecoderSpec) -> Ran
         raise MilesError(f"a sample of {longest} tokens is longer than the {most} positions of the model's config.")
     multiple = mesh.tp_group.world if mesh.layout.sequence else 1
     vision = None if rows.images is None else rows.images.build_vision_inputs(spec, mesh.device)
+    selections = build_selections(spec, rows.indexer_TLk, tp_size=mesh.tp_group.world)
     if mesh.cp_group.world > 1:
         _check_context_parallel(rows.images, spec)
         batch = shard_batch(
@@ -51,9 +55,10 @@ def build_rank_batch(rows: PackedRows, mesh: FsdpMesh, spec: DecoderSpec) -> Ran
             multiple=multiple,
             positions_T=prepare_positions(rows.images, spec, rows.positions_T),
             vision=vision,
+            selections=selections,
         )
     else:
-        batch = _build_batch(rows, mesh, spec, multiple, vision)
+        batch = _build_batch(rows, mesh, spec, multiple, vision, selections)
     if batch.vision is None or not mesh.layout.sequence:
         return batch
     # Under sequence parallelism the residual stream, which the features enter, has this rank's tokens only.
@@ -63,23 +68,36 @@ def build_rank_batch(rows: PackedRows, mesh: FsdpMesh, spec: DecoderSpec) -> Ran
 
 
 def _build_batch(
-    rows: PackedRows, mesh: FsdpMesh, spec: DecoderSpec, multiple: int, vision: VisionInputs | None
+    rows: PackedRows,
+    mesh: FsdpMesh,
+    spec: DecoderSpec,
+    multiple: int,
+    vision: VisionInputs | None,
+    selections: IndexerSelections | None,
 ) -> RankBatch:
     """Build the batch of a rank that has all tokens, padded to a ``multiple`` of so many."""
     padded = _pad(rows, -len(rows.tokens_T) % multiple)
     fill = len(padded.tokens_T) - len(rows.tokens_T)
     ends_T = None if rows.images is None else rows.images.build_visible_ends(spec, padding=fill)
+    if selections is not None:
+        selections = replace(selections, replay_TLk=padded.indexer_TLk)
     return RankBatch(
         tokens_T=padded.tokens_T,
         positions_T=prepare_positions(rows.images, spec, padded.positions_T, padding=fill),
         attn_backend=build_attention(
-            padded.lengths, padded.tree_nodes, mesh.device, numerics=mesh.numerics, visible_ends_T=ends_T
+            padded.lengths,
+            padded.tree_nodes,
+            mesh.device,
+            numerics=mesh.numerics,
+            visible_ends_T=ends_T,
+            selections=selections,
         ),
         at_r=padded.before_R,
         replay_TLk=padded.replay_TLk,
         repeated=bool(rows.tree_nodes),
         fill=fill,
         vision=vision,
+        selections=selections,
     )
 
 
@@ -100,19 +118,22 @@ def _pad(rows: PackedRows, missing: int) -> PackedText:
         positions_T=rows.positions_T,
         before_R=rows.before_R,
         replay_TLk=rows.replay_TLk,
+        indexer_TLk=rows.indexer_TLk,
         tree_nodes=rows.tree_nodes,
         images=rows.images,
     )
     if not missing:
         return text
-    replay_TLk = rows.replay_TLk
-    if replay_TLk is not None:
-        replay_TLk = torch.cat((replay_TLk, replay_TLk.new_full((missing, *replay_TLk.shape[1:]), -1)))
+    replay_TLk, indexer_TLk = (
+        each if each is None else torch.cat((each, each.new_full((missing, *each.shape[1:]), -1)))
+        for each in (rows.replay_TLk, rows.indexer_TLk)
+    )
     return replace(
         text,
         lengths=(*rows.lengths, missing),
         tokens_T=torch.cat((rows.tokens_T, rows.tokens_T.new_zeros(missing))),
         positions_T=torch.cat((rows.positions_T, torch.arange(missing, device=rows.positions_T.device))),
         replay_TLk=replay_TLk,
+        indexer_TLk=indexer_TLk,
         tree_nodes=(*rows.tree_nodes, TreeNode(missing)) if rows.tree_nodes else (),
     )

@@ -51,6 +51,13 @@ class NativeConfig:
     engine_prefix_cache: bool = option(
         True, "Reuse the KV cache of prefixes that requests share.", off="--disable-engine-prefix-cache"
     )
+    engine_state_cache_mib: int = option(
+        1024,
+        "Memory for recurrent states of prefixes that requests share, in models with recurrent layers; at most one "
+        "state for each of --engine-max-running, 0 for none.",
+        unit="MiB",
+        ge=0,
+    )
     engine_return_routed_experts: bool = option(
         True,
         "Return the routed experts of every token of an MoE model, which a trainer can replay.",
@@ -105,6 +112,12 @@ class NativeConfig:
     def drafts(self) -> bool:
         """Whether an engine with these options drafts tokens; ``auto`` is the launcher's to decide, and none here."""
         return self.speculative_algorithm not in ("auto", "none")
+
+    def count_cached_states(self, state_bytes: int) -> int:
+        """Return how many recurrent states of so many bytes an engine keeps for prefixes; 0 without such states."""
+        if not state_bytes or not self.engine_prefix_cache:
+            return 0
+        return min(self.engine_max_running, (self.engine_state_cache_mib << 20) // state_bytes)
 
     def count_draft_states(self, recurrent: bool) -> int:
         """Return how many recurrent states an engine has besides those of requests, for drafted tokens."""

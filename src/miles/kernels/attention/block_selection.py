@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from miles.kernels.attention.params import BlockIndexerInputs
+from miles.kernels.attention.topk_positions import select_topk
 
 # The most scores that are materialized at once.
 _MAX_SCORES = 1 << 26
@@ -39,21 +40,20 @@ def select_topk_blocks(q_SGd: Tensor, k_Sd: Tensor, index: BlockIndexerInputs) -
 
 
 @torch.no_grad()
-def mask_unselected_blocks(
+def select_visible_blocks(
     q_NQGd: Tensor, k_NCd: Tensor, visible_NQC: Tensor, positions_NQ: Tensor, index: BlockIndexerInputs
 ) -> Tensor:
-    """Return which tokens of the context each query must not see, [N, G, Q, C]: those of other blocks.
+    """Return the blocks of the context that each query selects, [N, G, Q, t]; early ones also get later blocks.
 
     ``visible_NQC`` are the tokens at or before a query, and ``positions_NQ`` the position of the query.
     """
     wide = torch.promote_types(q_NQGd.dtype, torch.float32)
     k_NdC = k_NCd.to(wide).transpose(1, 2)
-    masks: list[Tensor] = []
+    selected: list[Tensor] = []
     for q_NQd in q_NQGd.unbind(2):
         scores_NQC = (q_NQd.to(wide) @ k_NdC).masked_fill_(~visible_NQC, -torch.inf)
-        selected_NQt = _rank_blocks(scores_NQC, positions_NQ, index)
-        masks.append(unselected_tokens(selected_NQt, index.block, k_NCd.shape[1]))
-    return torch.stack(masks, 1)
+        selected.append(_rank_blocks(scores_NQC, positions_NQ, index))
+    return torch.stack(selected, 1)
 
 
 def unselected_tokens(selected_Qt: Tensor, block: int, length: int) -> Tensor:
@@ -73,4 +73,4 @@ def _rank_blocks(scores_QC: Tensor, position_Q: Tensor, index: BlockIndexerInput
         recent_l = torch.arange(index.local, device=scores_QC.device)
         local_Ql = (position_Q // index.block).unsqueeze(-1) - recent_l
         scores_Qb.scatter_(-1, local_Ql.clamp_(0, num_blocks - 1).expand(*scores_Qb.shape[:-1], -1), torch.inf)
-    return scores_Qb.topk(min(index.topk, num_blocks), dim=-1).indices
+    return select_topk(scores_Qb, index.topk)

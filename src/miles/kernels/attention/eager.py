@@ -21,6 +21,7 @@ from torch import Tensor
 
 from miles.kernels.attention.block_selection import unselected_tokens
 from miles.kernels.attention.params import AttentionParams
+from miles.kernels.attention.topk_positions import select_topk
 
 # The most scores held at once: a core's share of the CPU cache, or enough to fill a large GPU.
 _MAX_SCORES, _MAX_SCORES_CUDA = 1 << 23, 1 << 26
@@ -55,8 +56,9 @@ def eager_attention(
 def select_topk_tokens(q_Shd: Tensor, k_Md: Tensor, weights_Sh: Tensor, topk: int) -> Tensor:
     """Positions of the ``topk`` tokens each token attends to, [S, topk], by the sum over heads of weight * relu(q . k).
 
-    If there are more keys than queries, the queries are those of the last tokens. A token with fewer predecessors gets
-    later positions too, which attention has to mask.
+    Of equal scores the lowest position is selected; positions are ascending. If there are more keys than queries, the
+    queries are those of the last tokens. A token with fewer predecessors gets later positions too, which attention has
+    to mask.
     """
     length, heads, _ = q_Shd.shape
     keys = len(k_Md)
@@ -71,12 +73,11 @@ def select_topk_tokens(q_Shd: Tensor, k_Md: Tensor, weights_Sh: Tensor, topk: in
         last = past + hi
         q_Rd = as_operand(q_Shd[lo:hi], wide).flatten(0, 1)
         head_scores_QhK = matmul_wide(q_Rd[None], k_dM[None, :, :last], wide)[0].view(hi - lo, heads, last).relu_()
-        # Rows have the full number of keys, because topk breaks ties depending on it.
         scores_QM = torch.full((hi - lo, keys), -math.inf, device=q_Shd.device, dtype=wide)
         scores_QM[:, :last] = torch.bmm(weights_Sh[lo:hi, None].to(wide), head_scores_QhK)[:, 0]
         later_QK = torch.ones(hi - lo, last, device=q_Shd.device, dtype=torch.bool).triu_(past + lo + 1)
         scores_QM[:, :last].masked_fill_(later_QK, -math.inf)
-        selected_St[lo:hi] = scores_QM.topk(topk, dim=-1).indices
+        selected_St[lo:hi] = select_topk(scores_QM, topk)
     return selected_St
 
 

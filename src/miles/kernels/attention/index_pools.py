@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from miles.kernels.attention.topk_positions import select_topk
+
 
 def pool_index_keys(keys_Sx: Tensor, bias_Pd: Tensor) -> Tensor:
     """Return the keys of complete pools, [..., p, d]; tokens behind the last one are left out."""
@@ -26,45 +28,58 @@ def pool_index_keys(keys_Sx: Tensor, bias_Pd: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def select_pooled_tokens(
+def select_topk_pools(
     q_SHd: Tensor, keys_Sx: Tensor, weights_SH: Tensor, topk: int, bias_Pd: Tensor, *, max_scores: int
 ) -> Tensor:
-    """Positions of the tokens that each token attends to, [S, topk + P - 1]; some may be there more than once."""
+    """Return the pools that each token of a sequence selects, ascending, [S, k]; a token of fewer complete pools also
+    gets others.
+    """
     length, heads, _ = q_SHd.shape
     size = len(bias_Pd)
     wide = torch.promote_types(q_SHd.dtype, torch.float32)
     pool_pd = pool_index_keys(keys_Sx, bias_Pd).to(wide)
-    inside_P = torch.arange(size, device=q_SHd.device)
     parts: list[Tensor] = []
-    for lo in range(0, length, max(1, max_scores // (heads * max(1, len(pool_pd))))):
-        hi = min(lo + max(1, max_scores // (heads * max(1, len(pool_pd)))), length)
+    step = max(1, max_scores // (heads * max(1, len(pool_pd))))
+    for lo in range(0, length, step):
+        hi = min(lo + step, length)
         visible_Q = torch.arange(lo + 1, hi + 1, device=q_SHd.device)
-        complete_Q = visible_Q // size
         head_scores_QHp = (q_SHd[lo:hi].to(wide) @ pool_pd.T).relu_()
         scores_Qp = torch.bmm(weights_SH[lo:hi, None].to(wide), head_scores_QHp)[:, 0]
-        best_Qk = _select_pools(scores_Qp, complete_Q, topk // size)
-        tail_Q = visible_Q - complete_Q * size
-        first_Q = torch.where(tail_Q > 0, complete_Q * size, best_Qk[:, 0] * size)
-        pools_QkP = best_Qk.unsqueeze(-1) * size + inside_P
-        pools_QkP = torch.where((best_Qk < complete_Q[:, None]).unsqueeze(-1), pools_QkP, first_Q[:, None, None])
-        tail_QP = torch.where(inside_P < tail_Q[:, None], (complete_Q * size)[:, None] + inside_P, first_Q[:, None])
-        parts.append(torch.cat((pools_QkP.flatten(1), tail_QP[:, : size - 1]), 1))
+        parts.append(select_pools(scores_Qp, visible_Q // size, topk // size))
     return torch.cat(parts)
 
 
+def expand_pools(pools_Sk: Tensor, size: int) -> Tensor:
+    """Return positions of the tokens that each token of a sequence attends to, given its pools, [S, k * P + P - 1].
+
+    Some may be there more than once.
+    """
+    visible_S = torch.arange(1, len(pools_Sk) + 1, device=pools_Sk.device)
+    inside_P = torch.arange(size, device=pools_Sk.device)
+    complete_S = visible_S // size
+    tail_S = visible_S - complete_S * size
+    first_S = torch.where(tail_S > 0, complete_S * size, pools_Sk[:, 0] * size)
+    pools_SkP = pools_Sk.unsqueeze(-1) * size + inside_P
+    pools_SkP = torch.where((pools_Sk < complete_S[:, None]).unsqueeze(-1), pools_SkP, first_S[:, None, None])
+    tail_SP = torch.where(inside_P < tail_S[:, None], (complete_S * size)[:, None] + inside_P, first_S[:, None])
+    return torch.cat((pools_SkP.flatten(1), tail_SP[:, : size - 1]), 1)
+
+
 @torch.no_grad()
-def mask_unselected_pools(scores_NQp: Tensor, visible_NQ: Tensor, context: int, topk: int, size: int) -> Tensor:
-    """Return which of ``context`` tokens are not selected, [N, Q, C]; each query sees the first ``visible_NQ``."""
+def mask_unselected_pools(pools_NQk: Tensor, visible_NQ: Tensor, num_pools: int, context: int, size: int) -> Tensor:
+    """Return which of ``context`` tokens are not selected, [N, Q, C], given the pools that each query selects.
+
+    A query sees the first ``visible_NQ`` tokens.
+    """
     complete_NQ1 = (visible_NQ // size).unsqueeze(-1)
-    selected_NQp = torch.zeros_like(scores_NQp, dtype=torch.bool)
-    selected_NQp.scatter_(-1, _select_pools(scores_NQp, complete_NQ1.squeeze(-1), topk // size), True)
-    selected_NQp &= torch.arange(scores_NQp.shape[-1], device=scores_NQp.device) < complete_NQ1
-    tokens_NQC = F.pad(selected_NQp.repeat_interleave(size, -1), (0, context - size * selected_NQp.shape[-1]))
-    return ~(tokens_NQC | (torch.arange(context, device=scores_NQp.device) >= complete_NQ1 * size))
+    selected_NQp = torch.zeros(*visible_NQ.shape, num_pools, dtype=torch.bool, device=visible_NQ.device)
+    selected_NQp.scatter_(-1, pools_NQk, True)
+    selected_NQp &= torch.arange(num_pools, device=visible_NQ.device) < complete_NQ1
+    tokens_NQC = F.pad(selected_NQp.repeat_interleave(size, -1), (0, context - size * num_pools))
+    return ~(tokens_NQC | (torch.arange(context, device=visible_NQ.device) >= complete_NQ1 * size))
 
 
-def _select_pools(scores: Tensor, complete: Tensor, count: int) -> Tensor:
-    """The best ``count`` pools of each query; of a query with fewer complete ones also others, which are the last."""
-    number = torch.arange(scores.shape[-1], device=scores.device)
-    scores = scores.masked_fill(number >= complete.unsqueeze(-1), -torch.inf)
-    return scores.topk(min(count, scores.shape[-1]), dim=-1).indices
+def select_pools(scores_p: Tensor, complete: Tensor, count: int) -> Tensor:
+    """Return the best ``count`` pools of each query, ascending; of a query with fewer complete ones also others."""
+    number_p = torch.arange(scores_p.shape[-1], device=scores_p.device)
+    return select_topk(scores_p.masked_fill(number_p >= complete.unsqueeze(-1), -torch.inf), count)

@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from miles.kernels.attention.block_selection import mask_unselected_blocks
+from miles.kernels.attention.block_selection import select_visible_blocks, unselected_tokens
 from miles.kernels.attention.compressed import CompressorInputs
 from miles.kernels.attention.compressed_paged import attend_paged
-from miles.kernels.attention.index_pools import mask_unselected_pools, pool_index_keys
+from miles.kernels.attention.index_pools import mask_unselected_pools, pool_index_keys, select_pools
+from miles.kernels.attention.indexer_replay import IndexerSelections
 from miles.kernels.attention.metadata import (
     AttentionBlock,
     AttentionBlocks,
@@ -30,6 +31,7 @@ from miles.kernels.attention.metadata import (
     build_attention_metadata,
 )
 from miles.kernels.attention.params import AttentionInputs, AttentionParams, BlockIndexerInputs, IndexerInputs
+from miles.kernels.attention.topk_positions import select_topk
 from miles.kernels.runtime.kv_cache import (
     Ints,
     KvShape,
@@ -78,15 +80,22 @@ class _LayerCall(NamedTuple):
 class PagedAttentionBackend:
     """Attention backend of one step: new tokens attend to the pages of their own sequence.
 
-    ``states`` are the recurrent states of a model that has recurrent layers.
+    ``states`` are the recurrent states of a model that has recurrent layers. ``recorder`` gets what indexers select.
     """
 
     latent = True
 
-    def __init__(self, cache: PagedKVCache, metadata: AttentionMetadata, states: StepStates | None = None) -> None:
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        metadata: AttentionMetadata,
+        states: StepStates | None = None,
+        recorder: IndexerSelections | None = None,
+    ) -> None:
         self._cache = cache
         self._metadata = metadata
         self._states = states
+        self._recorder = recorder
         self._selections: dict[int, list[Tensor] | None] = {}
 
     def recurrent_state(self, layer: int) -> PooledRecurrentState:
@@ -166,11 +175,48 @@ class PagedAttentionBackend:
         if index.max_selected >= self._metadata.longest:
             return None
         blocks, keys = self._metadata.get_blocks(), cache.index
-        every = (*blocks.decode, *blocks.prefill)
-        if isinstance(index, BlockIndexerInputs):  # no other layer uses its selection
-            return [_mask_other_blocks(block, keys, index) for block in every]
-        self._selections[layer] = [_mask_unselected(block, keys, index) for block in every]
-        return self._selections[layer]
+        choices = [_select(block, keys, index) for block in (*blocks.decode, *blocks.prefill)]
+        if self._recorder is not None:
+            count = index.max_selected // index.unit
+            rows = [(choice.list_rows(count), choice.visible_X) for choice in choices]
+            selected_Tk, visible_T = (_join_rows(part, blocks) for part in zip(*rows, strict=True))
+            self._recorder.record(layer, selected_Tk, visible_T, index.max_selected)
+        masks = [choice.mask for choice in choices]
+        if isinstance(index, IndexerInputs):  # no other layer uses a selection of blocks
+            self._selections[layer] = masks
+        return masks
+
+
+class _Choice(NamedTuple):
+    """What an indexer selects of the context of a block's queries: its mask, and the numbers of tokens, pools or blocks
+    of each query and group, [N, G, Q, t].
+    """
+
+    block: AttentionBlock
+    mask: Tensor
+    selected_NGQt: Tensor
+    visible_NQ: Tensor
+
+    def list_rows(self, count: int) -> Tensor:
+        """What each real query selects, [X, G * count]; a context of fewer is all selected, and its row unused."""
+        padded_NGQt = F.pad(self.selected_NGQt, (0, count - self.selected_NGQt.shape[-1]))
+        return self._drop_padding(padded_NGQt.transpose(1, 2).flatten(2).flatten(0, 1))
+
+    @property
+    def visible_X(self) -> Tensor:
+        """The number of tokens that each real query sees."""
+        return self._drop_padding(self.visible_NQ.flatten())
+
+    def _drop_padding(self, rows: Tensor) -> Tensor:
+        return rows if self.block.real is None else rows.index_select(0, self.block.real)
+
+
+def _join_rows(parts: Sequence[Tensor], blocks: AttentionBlocks) -> Tensor:
+    """The rows of all blocks, in the order of the tokens."""
+    if blocks.decode_order is None:
+        return _concat(parts)
+    num_decode = len(blocks.decode)
+    return _concat([_concat(parts[:num_decode]).index_select(0, blocks.decode_order), *parts[num_decode:]])
 
 
 # -- one block --------------------------------------------------------------------------------
@@ -279,51 +325,52 @@ def _drop_padding(out_NHQe: Tensor, block: AttentionBlock) -> Tensor:
     return out_XHe if block.real is None else out_XHe.index_select(0, block.real)
 
 
-def _mask_unselected(block: AttentionBlock, keys: PagedTensor, index: IndexerInputs) -> Tensor:
-    """The block's mask, restricted to the selected tokens of each query."""
+def _select(block: AttentionBlock, keys: PagedTensor, index: IndexerInputs | BlockIndexerInputs) -> _Choice:
+    """What an indexer selects for the queries of a block."""
+    visible_NQC = (block.mask.squeeze(1) == 0).expand(-1, block.width, -1)
+    visible_NQ = visible_NQC.sum(-1)
+    if isinstance(index, BlockIndexerInputs):
+        q_NQGd = block.select_queries(index.q_TGd).unflatten(0, (block.rows, block.width))
+        k_NCd = keys.read(block.pages, block.rows, block.context)
+        # A query sees its whole context so far, and itself last.
+        positions_NQ = (visible_NQ - 1).clamp(min=0)
+        selected_NGQt = select_visible_blocks(q_NQGd, k_NCd, visible_NQC, positions_NQ, index)
+        unselected_NGQC = unselected_tokens(selected_NGQt, index.block, block.context)
+        return _Choice(block, torch.where(unselected_NGQC, -torch.inf, block.mask), selected_NGQt, visible_NQ)
     if index.pool_bias_Pd is not None:
-        return _mask_unselected_pools(block, keys, index, index.pool_bias_Pd)
+        return _select_pools(block, keys, index, index.pool_bias_Pd, visible_NQ)
+    scores_NQC = block.mask.squeeze(1).float().expand(-1, block.width, -1)
+    scores_NQC = _add_scores(scores_NQC, block, keys.read(block.pages, block.rows, block.context).float(), index)
+    best_NQk = select_topk(scores_NQC, index.topk)
+    unselected_NQC = torch.full_like(scores_NQC, -torch.inf, dtype=block.mask.dtype).scatter_(-1, best_NQk, 0.0)
+    return _Choice(block, block.mask + unselected_NQC.unsqueeze(1), best_NQk.unsqueeze(1), visible_NQ)
+
+
+def _add_scores(scores_NQC: Tensor, block: AttentionBlock, keys_NCd: Tensor, index: IndexerInputs) -> Tensor:
+    """Add a DSA indexer's scores of these keys (of tokens or pools), some heads at a time."""
     q_NQHd, weights_NQH = (
         block.select_queries(x).unflatten(0, (block.rows, block.width)).float() for x in (index.q_THd, index.weights_TH)
     )
-    k_N1dC = keys.read(block.pages, block.rows, block.context).float().transpose(1, 2).unsqueeze(1)
-    scores_NQC = block.mask.squeeze(1).float().expand(-1, block.width, -1)
-    step = max(1, _MAX_SCORES // scores_NQC.numel())
+    k_N1dC = keys_NCd.transpose(1, 2).unsqueeze(1)
+    step = max(1, _MAX_SCORES // max(1, scores_NQC.numel()))
     for q_NQhd, weights_NQh in zip(q_NQHd.split(step, 2), weights_NQH.split(step, 2), strict=True):
         scores_NQC = scores_NQC + (weights_NQh.unsqueeze(-2) @ (q_NQhd @ k_N1dC).relu_()).squeeze(-2)
-    best_NQk = scores_NQC.topk(min(index.topk, block.context), dim=-1).indices
-    unselected_NQC = torch.full_like(scores_NQC, -torch.inf, dtype=block.mask.dtype).scatter_(-1, best_NQk, 0.0)
-    return block.mask + unselected_NQC.unsqueeze(1)
+    return scores_NQC
 
 
-def _mask_unselected_pools(
-    block: AttentionBlock, keys: PagedTensor, index: IndexerInputs, pool_bias_Pd: Tensor
-) -> Tensor:
-    """``_mask_unselected`` of an indexer that selects pools of tokens."""
-    q_NQHd, weights_NQH = (
-        block.select_queries(x).unflatten(0, (block.rows, block.width)).float() for x in (index.q_THd, index.weights_TH)
-    )
+def _select_pools(
+    block: AttentionBlock, keys: PagedTensor, index: IndexerInputs, pool_bias_Pd: Tensor, visible_NQ: Tensor
+) -> _Choice:
+    """``_select`` of an indexer that selects pools of tokens."""
+    size = len(pool_bias_Pd)
     pool_Npd = pool_index_keys(keys.read(block.pages, block.rows, block.context), pool_bias_Pd).float()
-    mask_NQC = block.mask.squeeze(1).expand(-1, block.width, -1)
-    scores_NQp = mask_NQC.new_zeros(*mask_NQC.shape[:2], pool_Npd.shape[1], dtype=torch.float32)
-    step = max(1, _MAX_SCORES // max(1, scores_NQp.numel()))
-    for q_NQhd, weights_NQh in zip(q_NQHd.split(step, 2), weights_NQH.split(step, 2), strict=True):
-        head_scores_NQhp = (q_NQhd @ pool_Npd.transpose(1, 2).unsqueeze(1)).relu_()
-        scores_NQp = scores_NQp + (weights_NQh.unsqueeze(-2) @ head_scores_NQhp).squeeze(-2)
-    visible_NQ = (mask_NQC == 0).sum(-1)
-    unselected_NQC = mask_unselected_pools(scores_NQp, visible_NQ, block.context, index.topk, len(pool_bias_Pd))
-    return block.mask.expand(-1, -1, block.width, -1).masked_fill(unselected_NQC.unsqueeze(1), -torch.inf)
-
-
-def _mask_other_blocks(block: AttentionBlock, keys: PagedTensor, index: BlockIndexerInputs) -> Tensor:
-    """The block's mask, restricted to the blocks of keys selected for each query and key-value head."""
-    q_NQGd = block.select_queries(index.q_TGd).unflatten(0, (block.rows, block.width))
-    k_NCd = keys.read(block.pages, block.rows, block.context)
-    visible_NQC = (block.mask.squeeze(1) == 0).expand(-1, block.width, -1)
-    # A query sees its whole context so far, and itself last.
-    positions_NQ = (visible_NQC.sum(-1) - 1).clamp_(min=0)
-    unselected_NGQC = mask_unselected_blocks(q_NQGd, k_NCd, visible_NQC, positions_NQ, index)
-    return torch.where(unselected_NGQC, -torch.inf, block.mask)
+    num_pools = pool_Npd.shape[1]
+    zeros_NQp = torch.zeros(*visible_NQ.shape, num_pools, device=visible_NQ.device)
+    scores_NQp = _add_scores(zeros_NQp, block, pool_Npd, index)
+    best_NQk = select_pools(scores_NQp, visible_NQ // size, index.topk // size)
+    unselected_NQC = mask_unselected_pools(best_NQk, visible_NQ, num_pools, block.context, size)
+    mask = block.mask.expand(-1, -1, block.width, -1).masked_fill(unselected_NQC.unsqueeze(1), -torch.inf)
+    return _Choice(block, mask, best_NQk.unsqueeze(1), visible_NQ)
 
 
 def _concat(parts: Sequence[Tensor]) -> Tensor:

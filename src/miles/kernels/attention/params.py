@@ -49,6 +49,11 @@ class IndexerInputs:
         """The number of tokens up to which all are selected."""
         return self.topk
 
+    @property
+    def unit(self) -> int:
+        """Tokens that are selected together."""
+        return 1 if self.pool_bias_Pd is None else len(self.pool_bias_Pd)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockIndexerInputs:
@@ -68,6 +73,11 @@ class BlockIndexerInputs:
     def max_selected(self) -> int:
         """The number of tokens up to which all are selected."""
         return self.topk * self.block
+
+    @property
+    def unit(self) -> int:
+        """Tokens that are selected together."""
+        return self.block
 
 
 class AttentionInputs(NamedTuple):

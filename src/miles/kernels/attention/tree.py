@@ -17,6 +17,7 @@ from torch import Tensor
 
 from miles.kernels.attention.eager import eager_attention, select_topk_tokens
 from miles.kernels.attention.gather_rows import RowGather, gather_rows
+from miles.kernels.attention.indexer_replay import IndexerSelections
 from miles.kernels.attention.params import AttentionInputs, AttentionParams, BlockIndexerInputs, IndexerInputs
 from miles.kernels.attention.sinks import flash_attention_with_sinks
 from miles.kernels.attention.varlen import (
@@ -190,12 +191,21 @@ class TreeAttentionBackend:
     """Attention backend over ``segments``, whose queries are concatenated; built once per forward, used by every layer.
 
     There may be more keys and values than queries: ``keys`` of them. On CUDA in half precision torch's varlen kernel
-    computes it; otherwise segments of similar length with equally long pasts share a padded block.
+    computes it; otherwise segments of similar length with equally long pasts share a padded block. ``selections``
+    replace what indexers select.
     """
 
     latent = False
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device | str, *, keys: int | None = None) -> None:
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        device: torch.device | str,
+        *,
+        keys: int | None = None,
+        selections: IndexerSelections | None = None,
+    ) -> None:
+        self._replay = selections
         self._segments = [s for s in segments if s.length]
         self._device = torch.device(device)
         self._total = sum(s.length for s in self._segments)
@@ -236,10 +246,27 @@ class TreeAttentionBackend:
             keys_Kd = gather_rows(index.k_Td.unsqueeze(1), view.get_key_gather()).squeeze(1)
             lengths, keys = [s.length for s in view.segments], [s.keys for s in view.segments]
             parts = zip(index.q_THd.split(lengths), keys_Kd.split(keys), index.weights_TH.split(lengths), strict=True)
-            self._selections[layer] = [
-                select_topk_tokens(*part, index.topk) if len(part[1]) > index.topk else None for part in parts
-            ]
+            own = [select_topk_tokens(*part, index.topk) if len(part[1]) > index.topk else None for part in parts]
+            self._selections[layer] = self._replace(layer, own, index)
         return self._selections[layer]
+
+    def _replace(self, layer: int, own: Sequence[Tensor | None], index: IndexerInputs) -> list[Tensor | None]:
+        """What each segment selects: its own selection, or the replayed one."""
+        if self._replay is None:
+            return list(own)
+        selected: list[Tensor | None] = []
+        first = 0
+        for segment, own_St in zip(self._segments, own, strict=True):
+            if own_St is None:
+                selected.append(None)
+            else:
+                visible_S = torch.arange(segment.keys - segment.length, segment.keys, device=own_St.device) + 1
+                used_S1t = self._replay.choose(
+                    layer, first, own_St.unsqueeze(1), visible_S, unit=index.unit, limit=index.max_selected
+                )
+                selected.append(used_S1t.squeeze(1))
+            first += segment.length
+        return selected
 
     def _get_view(self, params: AttentionParams) -> _SegmentView:
         key = params.window, params.chunk

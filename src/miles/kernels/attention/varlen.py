@@ -28,7 +28,8 @@ from miles.kernels.attention.compressed import (
     select_windows,
 )
 from miles.kernels.attention.eager import eager_attention, max_scores_at_once, select_topk_tokens
-from miles.kernels.attention.index_pools import select_pooled_tokens
+from miles.kernels.attention.index_pools import expand_pools, select_topk_pools
+from miles.kernels.attention.indexer_replay import IndexerSelections
 from miles.kernels.attention.params import AttentionInputs, BlockIndexerInputs, IndexerInputs, SequenceShard
 from miles.kernels.attention.sdpa_dense import dense_sdpa_attention, has_dense_batch
 from miles.kernels.attention.sinks import flash_attention_with_sinks
@@ -217,12 +218,16 @@ class VarlenAttentionBackend:
     """Attention backend over a packed batch of ``lengths``; built once per forward, used by every layer.
 
     On CUDA in half precision torch's varlen kernel computes it; otherwise sequences of similar length share a padded
-    block, one SDPA call each. What neither supports is computed by ``eager_attention``.
+    block, one SDPA call each. What neither supports is computed by ``eager_attention``. ``selections`` replace what
+    indexers select.
     """
 
     latent = False
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str) -> None:
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device | str, selections: IndexerSelections | None = None
+    ) -> None:
+        self._replay = selections
         self._lengths = [int(n) for n in lengths]
         self._total = sum(self._lengths)
         self._packed = _Pack(self._lengths, torch.device(device))
@@ -317,26 +322,38 @@ class VarlenAttentionBackend:
             return self._selections[index]
         if not self._is_recompute(layer, self._selections):
             is_sparse = index.max_selected < self._packed.longest
-            self._selections[layer] = self._run_selection(index) if is_sparse else None
+            self._selections[layer] = self._run_selection(layer, index) if is_sparse else None
         return self._selections[layer]
 
-    def _run_selection(self, index: IndexerInputs | BlockIndexerInputs) -> _TokenSelection:
+    def _run_selection(self, layer: int, index: IndexerInputs | BlockIndexerInputs) -> _TokenSelection:
+        """What each sequence of more tokens than are selected attends to."""
         selected: dict[int, Tensor] = {}
-        if isinstance(index, BlockIndexerInputs):
-            pairs = zip(index.q_TGd.split(self._lengths), index.k_Td.split(self._lengths), strict=True)
-            for i, (q_SGd, k_Sd) in enumerate(pairs):
-                if len(k_Sd) > index.max_selected:
-                    selected[i] = select_topk_blocks(q_SGd, k_Sd, index)
-            return _TokenSelection(index.max_selected, selected, index.block)
-        tensors = (index.q_THd, index.k_Td, index.weights_TH)
-        for i, (q_Shd, k_Sd, weights_Sh) in enumerate(zip(*(x.split(self._lengths) for x in tensors), strict=True)):
-            if len(k_Sd) > index.topk and index.pool_bias_Pd is not None:
-                selected[i] = select_pooled_tokens(
-                    q_Shd, k_Sd, weights_Sh, index.topk, index.pool_bias_Pd, max_scores=max_scores_at_once(q_Shd)
-                )
-            elif len(k_Sd) > index.topk:
-                selected[i] = select_topk_tokens(q_Shd, k_Sd, weights_Sh, index.topk)
-        return _TokenSelection(index.topk, selected)
+        starts = accumulate(self._lengths, initial=0)
+        for i, (start, length) in enumerate(zip(starts, self._lengths, strict=False)):
+            if length <= index.max_selected:
+                continue
+            rows = slice(start, start + length)
+            if isinstance(index, BlockIndexerInputs):
+                own_GSt = select_topk_blocks(index.q_TGd[rows], index.k_Td[rows], index)
+                selected[i] = self._replace(layer, start, own_GSt.transpose(0, 1), index).transpose(0, 1)
+                continue
+            tensors = (index.q_THd[rows], index.k_Td[rows], index.weights_TH[rows])
+            if index.pool_bias_Pd is None:
+                own_St = select_topk_tokens(*tensors, index.topk)
+            else:
+                max_scores = max_scores_at_once(index.q_THd)
+                own_St = select_topk_pools(*tensors, index.topk, index.pool_bias_Pd, max_scores=max_scores)
+            own_St = self._replace(layer, start, own_St.unsqueeze(1), index).squeeze(1)
+            selected[i] = own_St if index.pool_bias_Pd is None else expand_pools(own_St, index.unit)
+        block = index.block if isinstance(index, BlockIndexerInputs) else None
+        return _TokenSelection(index.max_selected, selected, block)
+
+    def _replace(self, layer: int, start: int, own_SGt: Tensor, index: IndexerInputs | BlockIndexerInputs) -> Tensor:
+        """What the sequence whose first token is ``start`` selects: its own selection, or the replayed one."""
+        if self._replay is None:
+            return own_SGt
+        visible_S = torch.arange(1, len(own_SGt) + 1, device=own_SGt.device)
+        return self._replay.choose(layer, start, own_SGt, visible_S, unit=index.unit, limit=index.max_selected)
 
 
 def pad_channels(x: Tensor, width: int) -> Tensor:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from miles.kernels.attention.indexer_replay import IndexerSelections
 from miles.kernels.attention.params import IndexerInputs
+from miles.kernels.attention.topk_positions import list_selected
 from miles.kernels.batch_invariant.attention_metadata import AttentionSpans
 from miles.kernels.batch_invariant.attention_reference import BLOCK, matmul_tiles, pad_channels, tile_rows
 from miles.kernels.batch_invariant.elementwise import tree_sum
@@ -48,6 +51,37 @@ def select_tokens(index: IndexerInputs, keys_Sd: Tensor, spans: AttentionSpans) 
             best_Qt = select_positions(scores_QK.masked_fill_(later_QK, -math.inf), index.topk)
             selected_TP[rows, :end] = torch.zeros_like(later_QK).scatter_(1, best_Qt, True) & ~later_QK
     return selected_TP
+
+
+@torch.no_grad()
+def record_tokens(
+    recorder: IndexerSelections, layer: int, selected_TP: Tensor | None, spans: AttentionSpans, index: IndexerInputs
+) -> None:
+    """Record what ``select_tokens`` selected."""
+    if selected_TP is not None:
+        rows_Tt = list_selected(selected_TP, index.topk)
+        recorder.record(layer, rows_Tt, _count_visible(spans, selected_TP.device), index.max_selected)
+
+
+@torch.no_grad()
+def replay_tokens(
+    selections: IndexerSelections, layer: int, selected_TP: Tensor | None, spans: AttentionSpans, index: IndexerInputs
+) -> Tensor | None:
+    """Return what is selected in place of ``selected_TP``, where a selection was recorded."""
+    if selected_TP is None:
+        return None
+    visible_T = _count_visible(spans, selected_TP.device)
+    own_T1t = list_selected(selected_TP, index.topk).unsqueeze(1)
+    used_Tt = selections.choose(layer, 0, own_T1t, visible_T, unit=index.unit, limit=index.max_selected).squeeze(1)
+    # A token that sees fewer has positions in its row that mean nothing.
+    own_T1 = (visible_T <= index.topk)[:, None]
+    return torch.where(own_T1, selected_TP, torch.zeros_like(selected_TP).scatter_(1, used_Tt, True))
+
+
+def _count_visible(spans: AttentionSpans, device: torch.device) -> Tensor:
+    """The number of tokens that each query sees."""
+    before_N = spans.keys_N - spans.count_N - spans.first_N
+    return torch.from_numpy(np.arange(1, spans.queries + 1) + before_N.repeat(spans.count_N)).to(device)
 
 
 def select_positions(scores_QK: Tensor, topk: int) -> Tensor:

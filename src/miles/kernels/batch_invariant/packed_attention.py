@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from miles.kernels.attention.gather_rows import RowGather, gather_rows
+from miles.kernels.attention.indexer_replay import IndexerSelections
 from miles.kernels.attention.params import AttentionInputs, BlockIndexerInputs, IndexerInputs
 from miles.kernels.attention.tree import Segment
 from miles.kernels.attention.varlen import FreshRecurrentState
 from miles.kernels.batch_invariant.attention import span_attention
 from miles.kernels.batch_invariant.attention_metadata import AttentionSpans, SpanBatch, build_packed_spans
-from miles.kernels.batch_invariant.dsa_indexer import select_tokens
+from miles.kernels.batch_invariant.dsa_indexer import replay_tokens, select_tokens
 from miles.kernels.runtime.kv_cache import Ints
 
 
@@ -27,7 +28,10 @@ class _SpanBackend:
 
     latent = False
 
-    def __init__(self, spans: AttentionSpans, gather: RowGather | None) -> None:
+    def __init__(
+        self, spans: AttentionSpans, gather: RowGather | None, selections: IndexerSelections | None = None
+    ) -> None:
+        self._replay = selections
         self._batch = self._causal = SpanBatch(spans)
         if spans.ends_T is not None:
             self._causal = SpanBatch(replace(spans, ends_T=None))
@@ -53,7 +57,10 @@ class _SpanBackend:
             keys_Md = index.k_Td
             if self._gather is not None:
                 keys_Md = gather_rows(keys_Md.unsqueeze(1), self._gather).squeeze(1)
-            self._selections[layer] = select_tokens(index, keys_Md, self._batch.spans)
+            selected_TP = select_tokens(index, keys_Md, self._batch.spans)
+            if self._replay is not None:
+                selected_TP = replay_tokens(self._replay, layer, selected_TP, self._batch.spans, index)
+            self._selections[layer] = selected_TP
             return self._selections[layer]
         return self._selections[index]
 
@@ -64,12 +71,19 @@ class _SpanBackend:
 class BatchInvariantVarlenBackend(_SpanBackend):
     """Attention backend over a packed batch of ``lengths``; built once per forward, used by every layer.
 
-    Tokens attend to positions before ``visible_ends_T`` of their sequence, by default up to their own.
+    Tokens attend to positions before ``visible_ends_T`` of their sequence, by default up to their own. ``selections``
+    replace what indexers select.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str, visible_ends_T: Ints | None = None) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device | str,
+        visible_ends_T: Ints | None = None,
+        selections: IndexerSelections | None = None,
+    ) -> None:
         self._lengths = [int(n) for n in lengths]
-        super().__init__(build_packed_spans(self._lengths, visible_ends_T), None)
+        super().__init__(build_packed_spans(self._lengths, visible_ends_T), None, selections)
 
     def recurrent_state(self, layer: int) -> FreshRecurrentState:
         """The state of a recurrent layer: every sequence starts here."""
@@ -80,7 +94,7 @@ class BatchInvariantTreeBackend(_SpanBackend):
     """Attention backend over ``segments``, whose queries are concatenated; built once per forward, used by every layer.
 
     There may be more keys and values than queries: ``keys`` of them. Queries attend to positions before
-    ``visible_ends_T`` of their sequence, by default up to their own.
+    ``visible_ends_T`` of their sequence, by default up to their own. ``selections`` replace what indexers select.
     """
 
     def __init__(
@@ -90,6 +104,7 @@ class BatchInvariantTreeBackend(_SpanBackend):
         *,
         keys: int | None = None,
         visible_ends_T: Ints | None = None,
+        selections: IndexerSelections | None = None,
     ) -> None:
         segments = [s for s in segments if s.length]
         assert all(s.length <= s.keys for s in segments), "a segment needs at least as many keys as queries"
@@ -100,4 +115,4 @@ class BatchInvariantTreeBackend(_SpanBackend):
         rows = int(count_N.sum()) if keys is None else keys
         first_N, start_N = count_N.cumsum() - count_N, keys_N.cumsum() - keys_N
         spans = AttentionSpans(first_N, count_N, start_N, keys_N, ends_T=visible_ends_T)
-        super().__init__(spans, RowGather(row_K, rows, device))
+        super().__init__(spans, RowGather(row_K, rows, device), selections)

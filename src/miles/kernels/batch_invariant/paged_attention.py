@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from miles.kernels.attention.gpu_backend import DecodeShape, SplitKVPlans, TritonAttentionBackend
+from miles.kernels.attention.indexer_replay import IndexerSelections
 from miles.kernels.attention.params import AttentionInputs, AttentionParams, BlockIndexerInputs, IndexerInputs
 from miles.kernels.batch_invariant.attention import span_attention
 from miles.kernels.batch_invariant.attention_metadata import SpanBatch, build_paged_spans
@@ -21,7 +22,7 @@ from miles.kernels.batch_invariant.attention_paged import decode_attention, pref
 from miles.kernels.batch_invariant.attention_reference import reference_attention
 from miles.kernels.batch_invariant.attention_split_kv import BatchInvariantSplitKVPlan
 from miles.kernels.batch_invariant.attention_tile_config import pack_heads
-from miles.kernels.batch_invariant.dsa_indexer import select_tokens
+from miles.kernels.batch_invariant.dsa_indexer import record_tokens, select_tokens
 from miles.kernels.fused.qk_norm_rope import QKNormRopeParams
 from miles.kernels.numerics import BATCH_INVARIANT
 from miles.kernels.runtime.kv_cache import Ints, LayerKVCache, PagedKVCache, PooledRecurrentState, StepStates
@@ -39,7 +40,8 @@ class BatchInvariantPagedBackend:
 
     Sequence b has ``starts_B[b]`` cached tokens and ``counts_B[b]`` new ones, in any order and number. New tokens
     attend to positions before ``visible_ends_T``, by default up to their own. MLA layers store expanded keys and
-    values. ``states`` are the recurrent states of a model that has recurrent layers.
+    values. ``states`` are the recurrent states of a model that has recurrent layers. ``recorder`` gets what indexers
+    select.
     """
 
     latent = False
@@ -54,9 +56,11 @@ class BatchInvariantPagedBackend:
         *,
         visible_ends_T: Ints | None = None,
         states: StepStates | None = None,
+        recorder: IndexerSelections | None = None,
     ) -> None:
         self._cache = cache
         self._states = states
+        self._recorder = recorder
         self._selections: dict[int, Tensor | None] = {}
         self._spans = spans = build_paged_spans(starts_B, counts_B, block_table_BM, page_size, visible_ends_T)
         assert spans.row_K is not None
@@ -97,8 +101,11 @@ class BatchInvariantPagedBackend:
             return self._selections[index]
         assert cache.index is not None, "a layer with an indexer needs index keys in the KV cache"
         cache.index.write(self._slots_T.to(index.k_Td.device), index.k_Td)
-        self._selections[layer] = select_tokens(index, cache.index.slots.flatten(1), self._spans)
-        return self._selections[layer]
+        selected_TP = select_tokens(index, cache.index.slots.flatten(1), self._spans)
+        if self._recorder is not None:
+            record_tokens(self._recorder, layer, selected_TP, self._spans, index)
+        self._selections[layer] = selected_TP
+        return selected_TP
 
 
 class BatchInvariantSplitKVPlans(SplitKVPlans):

@@ -14,7 +14,7 @@ from miles.core.errors import DataError
 from miles.core.events import BatchTaken, Event
 from miles.core.media import ImageInput
 from miles.core.protocols import AdvantageEstimator, ImageTokenizer, Tokenizer, Trainer
-from miles.core.token_fields import ROUTED_EXPERTS
+from miles.core.token_fields import INDEXER_TOPK, ROUTED_EXPERTS
 from miles.core.types import Batch, StepReport, Version
 from miles.launch.config import Config
 from miles.launch.plan.plan import Plan
@@ -33,16 +33,18 @@ def build_rollout_dumps(config: Config, directory: Path) -> list[DurableSink]:
     folder = config.models.hf_checkpoint
     vocabulary = None if folder is None else fingerprint_vocabulary(Path(folder))
     about = {} if vocabulary is None else {VOCABULARY: vocabulary}
+    unrecorded = () if config.algo.use_rollout_indexer_replay else (INDEXER_TOPK,)
     if o.save_rollouts:
         # Routed experts are large and only read for replay.
-        without = () if config.algo.use_rollout_routing_replay else (ROUTED_EXPERTS,)
+        without = unrecorded if config.algo.use_rollout_routing_replay else (ROUTED_EXPERTS, *unrecorded)
         sinks.append(
             RolloutDump(
                 directory / "rollouts", file_metadata=about, excluded_extras=without, keep=config.observe.keep_rollouts
             )
         )
     if o.save_debug_rollout_data is not None:
-        sinks.append(RolloutDump(partial(format_step_path, o.save_debug_rollout_data), file_metadata=about))
+        path = partial(format_step_path, o.save_debug_rollout_data)
+        sinks.append(RolloutDump(path, file_metadata=about, excluded_extras=unrecorded))
     if o.save_debug_train_data is not None:
         sinks.append(TrainDataDump(partial(format_step_path, o.save_debug_train_data)))
     return sinks
@@ -110,8 +112,17 @@ def open_recorded_rollouts(config: Config, plan: Plan, tokenizer: Tokenizer, *, 
         num_trajectories=config.rollout.n_samples_per_prompt,
         vocabulary=fingerprint_vocabulary(Path(config.models.hf_checkpoint)),
         share=config.observe.load_debug_rollout_data_subsample or 1.0,
-        needs=(ROUTED_EXPERTS,) if config.algo.use_rollout_routing_replay else (),
+        needs=_list_replayed_extras(config),
     )
+
+
+def _list_replayed_extras(config: Config) -> tuple[str, ...]:
+    """The per-token data of recorded trajectories that the trainer replays."""
+    replayed = {
+        ROUTED_EXPERTS: config.algo.use_rollout_routing_replay,
+        INDEXER_TOPK: config.algo.use_rollout_indexer_replay,
+    }
+    return tuple(name for name, used in replayed.items() if used)
 
 
 def find_media_folder(recorded: str) -> Path:

@@ -72,6 +72,7 @@ def build_native_engine(
         devices=platform.consecutive_devices(policy.platform.device, config.cluster.rollout_num_gpus_per_engine),
         draft=_load_draft(config, policy, spec),
         lora=lora,
+        return_indexer_topk=config.algo.use_rollout_indexer_replay,
     )
 
 

@@ -379,8 +379,10 @@ def _estimate_states(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Mem
     """The states of recurrent layers, for each running request."""
     each = state_bytes_per_sequence(spec, plan.dtype)
     running, drafts = config.native.engine_max_running, config.native.count_draft_states(spec.recurrent)
-    note = f"of {running} requests" + (f" and {drafts} drafted tokens" if drafts else "")
-    return (MemoryShare(name="states", bytes=each * (running + drafts), note=note),) if each else ()
+    cached = config.native.count_cached_states(each)
+    note = f"of {running} requests" + (f", {drafts} drafted tokens" if drafts else "")
+    note += f" and {cached} prefixes" if cached else ""
+    return (MemoryShare(name="states", bytes=each * (running + drafts + cached), note=note),) if each else ()
 
 
 def _estimate_images(config: Config, spec: DecoderSpec, dtype: str) -> tuple[MemoryShare, ...]:

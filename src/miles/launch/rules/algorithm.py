@@ -18,8 +18,10 @@ from miles.hooks.registry import ADVANTAGE, ALL_SAMPLES, BEFORE_LOG_PROBS, BUFFE
 from miles.launch.config import Config
 from miles.launch.plan.hardware import count_accelerators
 from miles.launch.plan.lora import starts_from_critic_adapter
+from miles.launch.plan.topology import is_remote
 from miles.launch.rules.flags import Rule, list_set_flags
 from miles.launch.rules.paths import find_checkpoint_problem, read_spec_or_none
+from miles.models.indexer_layout import build_indexer_layout
 from miles.models.resolve import resolve_spec
 
 _REDUCTION_FLAGS = ("--calculate-per-token-loss", "--constant-loss-length", "--custom-pg-loss-reducer-function-path")
@@ -27,6 +29,7 @@ _SAMPLING_FLAGS = (
     "--dynamic-sampling-filter-path",
     "--use-kl-loss",
     "--use-rollout-routing-replay",
+    "--use-rollout-indexer-replay",
     "--use-routing-replay",
     "--use-tis",
     "--use-rs",
@@ -316,6 +319,39 @@ def check_routing_replay(c: Config) -> Iterator[str]:
             yield f"{flag} is for mixture-of-experts models, which --hf-checkpoint is not; remove it."
 
 
+def check_indexer_replay(c: Config) -> Iterator[str]:
+    flag = "--use-rollout-indexer-replay"
+    if not c.algo.use_rollout_indexer_replay:
+        return
+    if c.models.model_impl == "transformers":
+        yield f"{flag} needs the native model; remove it, or --model-impl transformers."
+        return
+    if is_remote(c):
+        engines = "--rollout-external-engine-addrs"
+        if not c.sglang.rollout_external_engine_addrs:
+            engines = f"--rollout-backend {c.sglang.rollout_backend}"
+        yield (
+            f"{flag} needs the embedded engine, because servers do not return what their indexers select; remove it, "
+            f"or {engines}."
+        )
+    if c.train.train_backend == "megatron":
+        yield f"{flag} is not implemented for --train-backend megatron; remove it, or use --train-backend fsdp."
+    spec = read_spec_or_none(c.models.hf_checkpoint)
+    layout = None if spec is None else build_indexer_layout(spec)
+    if spec is not None and layout is None:
+        yield f"{flag} is for sparse-attention models with an indexer, which --hf-checkpoint is not; remove it."
+    sizes = {
+        "--tensor-model-parallel-size": c.parallel.tensor_model_parallel_size,
+        "--rollout-num-gpus-per-engine": c.cluster.rollout_num_gpus_per_engine,
+    }
+    for size_flag, size in sizes.items() if layout is not None and layout.groups > 1 else ():
+        if size > 1:
+            yield (
+                f"{flag} does not split the blocks that each key-value head selects over ranks; set {size_flag} to 1, "
+                "or remove it."
+            )
+
+
 ALGORITHM_RULES: tuple[Rule, ...] = (
     check_offline_loss,
     check_custom_loss,
@@ -338,4 +374,5 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     check_correction_mode,
     check_custom_correction,
     check_routing_replay,
+    check_indexer_replay,
 )

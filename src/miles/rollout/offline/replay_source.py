@@ -13,6 +13,7 @@ from typing import Any
 from miles.core.errors import DataError
 from miles.core.media import ImageInput
 from miles.core.protocols import AdvantageEstimator
+from miles.core.token_fields import INDEXER_TOPK, ROUTED_EXPERTS
 from miles.core.types import Group, Prompt, Sample
 from miles.observe.config import format_step_path
 from miles.observe.rollout_reader import StepRollouts, read_step_rollouts, restore_images
@@ -22,6 +23,11 @@ from miles.rollout.offline.torch_dump import LoadFn, is_torch_dump, read_torch_d
 _NAME = re.compile(r"step-(\d{6,})\.parquet")
 _MAX_STEPS_AHEAD = 64
 """Steps within which a waiting group is trained on."""
+_RECORDED_BY = {
+    ROUTED_EXPERTS: "--use-rollout-routing-replay or --save-debug-rollout-data",
+    INDEXER_TOPK: "--use-rollout-indexer-replay",
+}
+"""The flags of a run whose files have what a trainer replays."""
 
 
 class RolloutRecording:
@@ -178,6 +184,6 @@ class ReplaySource:
         if missing_extras := sorted(set(self._needs) & set(taken.excluded_extras)):
             raise DataError(
                 f"{taken.path} was written without {missing_extras[0]}, which this run replays; record it "
-                "again with --use-rollout-routing-replay or --save-debug-rollout-data."
+                f"again with {_RECORDED_BY[missing_extras[0]]}."
             )
         return taken

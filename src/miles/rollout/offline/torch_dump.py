@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from miles.core.errors import DataError
-from miles.core.token_fields import ROUTED_EXPERTS
+from miles.core.token_fields import INDEXER_TOPK, ROUTED_EXPERTS
 from miles.core.types import Author, Group, Prompt, Reward, Span, Status, Trajectory, Version
 from miles.observe.rollout_reader import StepRollouts
 
@@ -58,7 +58,7 @@ def read_torch_dump(path: Path, load: LoadFn, *, step: int, reward_key: str | No
         times=(),
         vocabulary=None,
         lost={},
-        excluded_extras=(ROUTED_EXPERTS,),
+        excluded_extras=(INDEXER_TOPK, ROUTED_EXPERTS),
     )
 
 

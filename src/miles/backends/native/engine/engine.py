@@ -26,13 +26,17 @@ from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.forward_batch import ForwardBatch, InflightStep, ScheduledStep
 from miles.backends.native.engine.head_draft import DraftHead, HeadDrafter
 from miles.backends.native.engine.lora import LoraRegistry, LoraShape, LoraSlotTable, ServedAdapter
-from miles.backends.native.engine.memory_budget import resolve_prefill_chunk, resolve_prefill_delay
+from miles.backends.native.engine.memory_budget import (
+    count_cached_states,
+    resolve_prefill_chunk,
+    resolve_prefill_delay,
+)
 from miles.backends.native.engine.model_draft import ModelDrafter
-from miles.backends.native.engine.prefix_cache import PageAllocator
+from miles.backends.native.engine.prefix_cache import build_page_allocator
 from miles.backends.native.engine.req import DecodeFn, Req, RequestOutput
 from miles.backends.native.engine.req_slots import ReqSlots
 from miles.backends.native.engine.request import GenerateRequest
-from miles.backends.native.engine.running_batch import RoutedExpertsStore, RunningBatch
+from miles.backends.native.engine.running_batch import RunningBatch, TokenRecordStore
 from miles.backends.native.engine.scheduler import Scheduler
 from miles.backends.native.engine.speculation import Drafter, build_speculation
 from miles.backends.native.engine.step_cost import estimate_step_cost
@@ -147,7 +151,8 @@ class NativeEngine:
 
     With several ``devices``, the first of which is ``device``, the model is tensor-parallel with a rank on each.
     ``draft`` is the draft model or head of --speculative-algorithm. ``lora`` is the room for adapters that requests
-    choose by name, which are applied beside the weights.
+    choose by name, which are applied beside the weights. With ``return_indexer_topk`` completions have what the
+    indexers of sparse attention selected for each token.
     ``_depth`` is the number of steps in flight when the next is launched: by default 1 on a GPU, 0 on a CPU.
     """
 
@@ -166,6 +171,7 @@ class NativeEngine:
         devices: Sequence[torch.device] = (),
         draft: CausalLM | Draft | None = None,
         lora: LoraShape | None = None,
+        return_indexer_topk: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         _depth: int | None = None,
     ) -> None:
@@ -175,7 +181,6 @@ class NativeEngine:
         self.version: Version | None = None
         device = torch.device(device)
         self._platform = replace(detect_platform(device.type), device=device)
-        page_size = config.engine_page_size
         self._runner, num_pages, draft_head, self._draft_runner = build_runner(
             spec,
             config,
@@ -187,33 +192,28 @@ class NativeEngine:
             devices=devices,
             name=name,
             lora=lora,
+            return_indexer_topk=return_indexer_topk,
         )
-        # A recurrent state belongs to one position: a prefix cannot find it, only a fork from its leader can.
-        self._pages = PageAllocator(num_pages, page_size, share=config.engine_prefix_cache and not spec.recurrent)
+        num_states = count_cached_states(spec, config, dtype) if spec.recurrent else None
+        self._pages = build_page_allocator(config, num_pages, num_states)
         running_batch = self._build_running_batch(config, clock, lora)
         self.draft_head = draft if isinstance(draft, Draft) else None
         drafter = self._build_drafter(draft, draft_head, config, running_batch.slots, num_pages, dtype)
         self._speculation = build_speculation(spec, config, self._platform, dtype, drafter)
-        self._scheduler = Scheduler(
-            running_batch,
-            prefill_chunk=resolve_prefill_chunk(spec, config, self._platform),
-            decode=decode,
-            prefill_delay=resolve_prefill_delay(config, self._runner.uses_cuda_graphs),
-            speculation=self._speculation,
-            num_draft_states=config.count_draft_states(True) if spec.recurrent else None,
-        )
+        self._scheduler = self._build_scheduler(config, running_batch, decode)
         self._inflight = InflightSteps(self._scheduler, int(device.type != "cpu") if _depth is None else _depth)
-        check_image = self._runner.check_image
-        self._validator = RequestValidator(name, spec, self.kv_tokens, check_image, has_tokenizer=decode is not None)
+        self._validator = RequestValidator(
+            name, spec, self.kv_tokens, self._runner.check_image, has_tokenizer=decode is not None
+        )
         self.lora = None if lora is None else self._build_lora(lora, running_batch.slots)
         self._weights = self._runner.build_weight_update(name, self._commit_weights)
         self._run = run
         self._clock = clock
-        self._step_seconds = 0.0
         self._init_loop_state()
 
     def _init_loop_state(self) -> None:
         """Start without requests, in no step, neither paused nor asleep."""
+        self._step_seconds = 0.0
         self._outputs: dict[Req, RequestOutput] = {}
         self._waiting_outputs: list[RequestOutput] = []
         self._arrived: list[Req] = []
@@ -230,14 +230,24 @@ class NativeEngine:
         self, config: NativeConfig, clock: Callable[[], float], lora: LoraShape | None
     ) -> RunningBatch:
         lora_slots = None if lora is None else LoraSlotTable(lora.num_slots)
-        pages, no_expert = self._pages, self._runner.no_expert
+        pages, unrecorded = self._pages, self._runner.empty_records
         max_pages = min(pages.total, -(-self.spec.max_positions // pages.size))
         return RunningBatch(
             pages,
             ReqSlots(config.engine_max_running, max_pages, self.spec.vocab_size, lora_slots),
             share_prefill=config.engine_prefix_cache,
-            routed_experts=None if no_expert is None else RoutedExpertsStore(no_expert, pages.total, pages.size),
+            records={name: TokenRecordStore(none, pages.total, pages.size) for name, none in unrecorded.items()},
             clock=clock,
+        )
+
+    def _build_scheduler(self, config: NativeConfig, running_batch: RunningBatch, decode: DecodeFn | None) -> Scheduler:
+        return Scheduler(
+            running_batch,
+            prefill_chunk=resolve_prefill_chunk(self.spec, config, self._platform),
+            decode=decode,
+            prefill_delay=resolve_prefill_delay(config, self._runner.uses_cuda_graphs),
+            speculation=self._speculation,
+            num_draft_states=config.count_draft_states(True) if self.spec.recurrent else None,
         )
 
     def _build_lora(self, shape: LoraShape, slots: ReqSlots) -> LoraRegistry:
@@ -328,7 +338,7 @@ class NativeEngine:
         req = self._validator.create_req(request, self._clock(), lora)
         req.accepted_drafts = None if self._speculation is None else []
         output = RequestOutput(
-            req, self._runner.no_expert, on_wait=self._waiting_outputs.append, on_cancel=self._cancel_output
+            req, self._runner.empty_records, on_wait=self._waiting_outputs.append, on_cancel=self._cancel_output
         )
         self._outputs[req] = output
         self._arrived.append(req)

@@ -19,6 +19,7 @@ from miles.backends.native.engine.req import Req
 from miles.backends.native.engine.req_slots import ReqSlots
 from miles.backends.native.engine.request import BitWords, Bools, Floats, Ints, TokenLogprob, Uints
 from miles.backends.native.engine.vision import VisionBatch, build_vision_batch
+from miles.core.token_fields import INDEXER_TOPK, ROUTED_EXPERTS
 from miles.core.types import Array, Version
 
 _EMPTY = np.zeros(0, np.int64)
@@ -187,16 +188,22 @@ class LogprobResults:
 class StepOutput:
     """Output of a step: sampled tokens and log-probs, experts of every token, queried and prompt log-probs.
 
-    ``finite_logits_D``: whether the model's own logits were finite, of a step that edits logits.
+    ``finite_logits_D``: whether the model's own logits were finite, of a step that edits logits. ``indexer_topk_TLk``
+    are the selections of indexers, -1 for a token that saw all tokens before it; None if all did.
     """
 
     tokens_D: Ints
     logprobs_D: Floats
     finite_logits_D: Bools | None = None
     routed_experts_TLx: Array | None = None
+    indexer_topk_TLk: Array | None = None
     logprob_results: LogprobResults | None = None
     prompt_logprobs_N: Floats | None = None
     prompt_logprob_results: LogprobResults | None = None
+
+    def get_records(self, name: str) -> Array | None:
+        """Return what was recorded of every token under a name of ``core.token_fields``; None if nothing was."""
+        return {ROUTED_EXPERTS: self.routed_experts_TLx, INDEXER_TOPK: self.indexer_topk_TLk}[name]
 
 
 class InflightStep(Protocol):
@@ -278,7 +285,8 @@ class ScheduledStep:
     ``sampled_reqs`` get one token each, row by row, the last of them through ``forks``. ``last_token_rows_D`` are the
     rows that reach their maximum length; ``needs_check_D`` those whose every token is checked. ``prefilled`` requests
     have computed their whole prompt; ``filled_pages`` lists requests that fill a page with sampled tokens, and up to
-    which token; ``done_reqs`` have nothing left to compute or sample. With ``drafts_D``, a request may have several
+    which token; ``done_reqs`` have nothing left to compute or sample. ``saved_states`` are requests whose recurrent
+    state after this step is kept. With ``drafts_D``, a request may have several
     rows, one after the other, and gets a token from each whose draft is the token sampled before it; ``state_rows_D``
     is where the recurrent state after each row is.
     """
@@ -290,6 +298,7 @@ class ScheduledStep:
     filled_pages: list[tuple[Req, int]]
     scored: list[ScoredSpan]
     done_reqs: list[Req]
+    saved_states: list[Req]
     last_token_rows_D: Ints
     needs_check_D: Bools | None
     drafts_D: DraftRows | None = None

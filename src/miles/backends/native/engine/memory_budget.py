@@ -35,6 +35,11 @@ def resolve_prefill_delay(config: NativeConfig, uses_cuda_graphs: bool) -> int:
     return config.engine_prefill_delay_steps if uses_cuda_graphs else 0
 
 
+def count_cached_states(spec: DecoderSpec, config: NativeConfig, dtype: torch.dtype) -> int:
+    """Return how many recurrent states of prefixes an engine keeps; 0 for a model without recurrent layers."""
+    return config.count_cached_states(state_bytes_per_sequence(spec, str(dtype).removeprefix("torch.")))
+
+
 def compute_kv_tokens(
     spec: DecoderSpec,
     config: NativeConfig,
@@ -74,12 +79,13 @@ def compute_kv_tokens(
         )
     budget -= lora_bytes
     num_states = config.engine_max_running + config.count_draft_states(spec.recurrent)
+    num_states += count_cached_states(spec, config, dtype)
     state_bytes = num_states * state_bytes_per_sequence(spec, dtype_name)
     if state_bytes > budget:
         raise UsageError(
-            f"the recurrent states of --engine-max-running {config.engine_max_running} requests and their drafts take "
-            f"{state_bytes / 2**30:.1f} GiB, but {fraction:.0%} of the free memory is {budget / 2**30:.1f} GiB; "
-            "lower --engine-max-running"
+            f"the recurrent states of --engine-max-running {config.engine_max_running} requests, their drafts and "
+            f"prefixes take {state_bytes / 2**30:.1f} GiB, but {fraction:.0%} of the free memory is "
+            f"{budget / 2**30:.1f} GiB; lower --engine-max-running or --engine-state-cache-mib"
         )
     each = kv_bytes_per_token(spec, dtype_name, numerics)
     if draft_spec is not None:

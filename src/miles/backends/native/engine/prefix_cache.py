@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from itertools import count
 from typing import NamedTuple
 
+from miles.backends.native.config import NativeConfig
+from miles.backends.native.engine.state_cache import CachedState, StateCache
+
 ROOT = 0
 
 PrefixKey = tuple[int, tuple[int, ...]]
@@ -29,10 +32,12 @@ class PrefixMatch(NamedTuple):
 class PageAllocator:
     """The pages of one KV cache. ``copies`` (target -> source) are due before the next tokens are written.
 
-    ``epoch`` counts flushes: pages computed in an earlier epoch must not be inserted.
+    ``epoch`` counts flushes: pages computed in an earlier epoch must not be inserted. ``states`` are the recurrent
+    states of prefixes, of a model that has some: they are dropped with their pages.
     """
 
-    def __init__(self, total: int, size: int, *, share: bool) -> None:
+    def __init__(self, total: int, size: int, *, share: bool, states: StateCache | None = None) -> None:
+        self.states = states
         self.total = total
         self.size = size
         self.share = share
@@ -59,7 +64,9 @@ class PageAllocator:
             page = next(iter(self._evictable))
             del self._evictable[page]
             for key in self._page_keys.pop(page):
-                del self._index[key]
+                _, node = self._index.pop(key)
+                if self.states is not None:
+                    self.states.drop(node)
         self._ref_counts[page] = 1
         return page
 
@@ -81,6 +88,14 @@ class PageAllocator:
                 self._evictable[page] = None
             else:
                 self._free.append(page)
+
+    def match_state(self, tokens: Sequence[int], root: int = ROOT) -> tuple[PrefixMatch, CachedState | None]:
+        """Return the longest cached prefix of ``tokens`` whose recurrent state is cached, and that state."""
+        match = self.match_prefix(tokens, root)
+        state = None if self.states is None else self.states.find(root, match.nodes, tokens, self.size)
+        if state is None:
+            return PrefixMatch([], [], None), None
+        return PrefixMatch(match.pages[: state.num_pages], match.nodes[: state.num_pages], state.tail), state
 
     def match_prefix(self, tokens: Sequence[int], root: int = ROOT) -> PrefixMatch:
         """Return the longest cached prefix of ``tokens``, at least one token short: the last one must be computed."""
@@ -114,9 +129,15 @@ class PageAllocator:
             self.unwritten.add(key)
         return entry[1]
 
+    def find_page(self, node: int, tokens: Sequence[int]) -> int:
+        """Return the page of these tokens behind ``node``, which must have been inserted."""
+        return self._index[node, tuple(tokens)][0]
+
     def flush(self) -> None:
         """Forget every prefix; holders keep their pages."""
         self.epoch += 1
+        if self.states is not None:
+            self.states.clear()
         self._index.clear()
         self._page_keys.clear()
         self.unwritten.clear()
@@ -138,3 +159,17 @@ class PageAllocator:
         assert sorted([*self._free, *self._evictable]) == unheld
         assert all(page in self._page_keys for page in self._evictable)
         assert {page for page, _ in self._index.values()} == set(self._page_keys)
+        if self.states is not None:
+            self.states.check()
+
+
+def build_page_allocator(config: NativeConfig, num_pages: int, num_states: int | None) -> PageAllocator:
+    """Return the pages of an engine with ``num_states`` cached states; None for a model without recurrent layers.
+
+    Prefixes of a model with recurrent layers are shared only where states are cached.
+    """
+    states: StateCache | None = None
+    if num_states is not None:
+        states = StateCache(config.engine_max_running + config.count_draft_states(True), num_states)
+    share = config.engine_prefix_cache and num_states != 0
+    return PageAllocator(num_pages, config.engine_page_size, share=share, states=states)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,7 +29,7 @@ from miles.backends.native.engine.vision import PromptImages
 from miles.core.errors import EngineError
 from miles.core.protocols import Completion, SpeculationCounts
 from miles.core.token_fields import ROUTED_EXPERTS
-from miles.core.types import EMPTY, Array, Author, Span, Status, Version
+from miles.core.types import Array, Author, Span, Status, Version
 
 DecodeFn = Callable[[Sequence[int]], str]
 
@@ -44,7 +44,8 @@ class Req:
     lists (index of the first sampled token, weight version); ``version`` is the last of these. ``followers`` have the
     same prompt, arrived during its prefill, and fork from it when it is done. ``sort_key`` orders requests.
     ``prompt_logprobs`` start at ``request.logprob_start_len``; positions before ``next_scored`` are in flight.
-    ``routed_experts_TLx`` were saved when the request's pages were released. ``images`` are those of the prompt.
+    ``records`` (routed experts, selections of indexers) were saved when the request's pages were released. ``images``
+    are those of the prompt.
     ``draft`` are the drafted tokens that a step verifies, ``draft_bucket`` is where their acceptance is counted
     (``speculation``), ``draft_masks`` are the grammar's masks by branch and offset, and ``branch_pages`` the pages of
     each branch, from which page of the sequence on. ``accepted_drafts[i]`` is the number of verifications that accepted
@@ -86,7 +87,7 @@ class Req:
     next_scored: int = 0
     token_counts: Counter[int] | None = None
     grammar_mask_Z: BitWords | None = None
-    routed_experts_TLx: Array | None = None
+    records: dict[str, Array] = field(default_factory=dict)
     finish_kind: str = ""
     matched_stop: int | str | None = None
     finish_message: str = ""
@@ -270,28 +271,33 @@ class Req:
             drafted_ends=self.drafted_ends,
         )
 
-    def gather_routed_experts(self, no_expert: Array | None, first: int) -> Array | None:
-        """Return the experts [tokens, L, x] from token ``first`` on; ``no_expert`` for tokens never computed."""
-        if no_expert is None or not self.request.return_routed_experts:
+    def gather_records(self, name: str, unrecorded: Mapping[str, Array], first: int = 0) -> Array | None:
+        """Return the records [tokens, L, x] from token ``first`` on; those of ``unrecorded`` for tokens never computed.
+
+        None if they are not recorded, or not wanted.
+        """
+        if name not in unrecorded or (name == ROUTED_EXPERTS and not self.request.return_routed_experts):
             return None
-        known = no_expert[None][:0] if self.routed_experts_TLx is None else self.routed_experts_TLx
-        missing = np.broadcast_to(no_expert, (len(self.tokens) - len(known), *no_expert.shape))
+        none = unrecorded[name]
+        known = self.records.get(name, none[None][:0])
+        missing = np.broadcast_to(none, (len(self.tokens) - len(known), *none.shape))
         return np.concatenate((known, missing))[first:]
 
-    def build_completion(self, no_expert: Array | None) -> Completion:
+    def build_completion(self, unrecorded: Mapping[str, Array]) -> Completion:
         """Return the sampled tokens, one span per weight version."""
         bounds = [*(start for start, _ in self.version_starts), len(self.logprobs)]
         tokens = np.array(self.tokens[self.prompt_length :], np.int32)
         logprobs = np.array(self.logprobs, np.float32)
-        all_experts = self.gather_routed_experts(no_expert, 0)
-        experts = None if all_experts is None else all_experts[self.prompt_length :]
+        found = {name: self.gather_records(name, unrecorded) for name in unrecorded}
+        records = {name: values for name, values in found.items() if values is not None}
+        prompt = self.prompt_length
         spans = tuple(
             Span(
                 author=Author.POLICY,
                 tokens=tokens[start:end],
                 logprobs=logprobs[start:end],
                 version=version,
-                extras=EMPTY if experts is None else {ROUTED_EXPERTS: experts[start:end]},
+                extras={name: values[prompt + start : prompt + end] for name, values in records.items()},
             )
             for (start, version), end in zip(self.version_starts, bounds[1:], strict=True)
         )
@@ -301,7 +307,7 @@ class Req:
             status=status,
             finish_reason=self.finish_kind or "abort",
             cached_tokens=max(0, self.cached_tokens),
-            prompt_extras=EMPTY if all_experts is None else {ROUTED_EXPERTS: all_experts[: self.prompt_length]},
+            prompt_extras={name: values[:prompt] for name, values in records.items()},
             speculation=self.build_speculation_counts(),
         )
 
@@ -327,14 +333,14 @@ class RequestOutput:
     def __init__(
         self,
         req: Req,
-        no_expert: Array | None,
+        unrecorded: Mapping[str, Array],
         *,
         on_wait: Callable[[RequestOutput], None],
         on_cancel: Callable[[RequestOutput], None],
     ) -> None:
         self.request: GenerateRequest = req.request
         self.req = req
-        self._no_expert = no_expert
+        self._unrecorded = unrecorded
         self._on_wait = on_wait
         self._on_cancel = on_cancel
         self._num_read = 0
@@ -477,7 +483,7 @@ class RequestOutput:
 
         The last token is never computed and left out. None if experts are not recorded.
         """
-        experts = self.req.gather_routed_experts(self._no_expert, first)
+        experts = self.req.gather_records(ROUTED_EXPERTS, self._unrecorded, first)
         return None if experts is None else experts[:-1]
 
     # -- called by the engine ---------------------------------------------------------------
@@ -491,7 +497,7 @@ class RequestOutput:
     def set_result(self, error: Exception | None = None) -> None:
         """Record the end of the request: its completion, or ``error``."""
         if self._result is None:
-            self._result = error or self.req.error or self.req.build_completion(self._no_expert)
+            self._result = error or self.req.error or self.req.build_completion(self._unrecorded)
             _wake(self._result_waiters)
             self.notify()
 

@@ -17,47 +17,62 @@ from miles.backends.native.engine.prefix_cache import PageAllocator
 from miles.backends.native.engine.req import Req
 from miles.backends.native.engine.req_slots import ReqSlots
 from miles.backends.native.engine.request import Ints
-from miles.core.types import Array
+from miles.core.types import EMPTY, Array
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the engine was created."""
+    """Totals since the engine was created. ``state_hits`` requests began with a cached recurrent state."""
 
     prefilled_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    state_hits: int = 0
+    saved_states: int = 0
 
 
-class RoutedExpertsStore:
-    """Routed experts of every token in the KV cache, in host memory; a prefix hit finds its experts too.
+class TokenRecordStore:
+    """A record of every token in the KV cache, in host memory, so that a prefix hit finds its records too: routed
+    experts, or selections of indexers.
 
-    ``inflight_copies`` (target -> source) are page copies of steps whose output has not arrived: the experts they copy
-    are still at the source.
+    ``unrecorded`` is the record of a token without one. ``inflight_copies`` (target -> source) are page copies of steps
+    whose output has not arrived: the records they copy are still at the source.
     """
 
-    def __init__(self, no_expert: Array, pages: int, page_size: int) -> None:
+    def __init__(self, unrecorded: Array, pages: int, page_size: int) -> None:
         # Zero pages are mapped by the operating system on first write: unused locations take no memory.
-        self._experts_CLx = np.zeros((pages * page_size, *no_expert.shape), no_expert.dtype)
+        self._records_CLx = np.zeros((pages * page_size, *unrecorded.shape), unrecorded.dtype)
+        self._known_C = np.zeros(pages * page_size, np.bool_)
+        self._unrecorded = unrecorded
         self._page_size = page_size
         self.inflight_copies: dict[int, int] = {}
-        self.empty_TLx = self._experts_CLx[:0]
+        self.empty_TLx = self._records_CLx[:0]
 
-    def write(self, batch: ForwardBatch, experts_TLx: Array) -> None:
-        """Store the experts of a step, after its page copies."""
+    def write(self, batch: ForwardBatch, records_TLx: Array | None) -> None:
+        """Store the records of a step, after its page copies; None: its tokens have none."""
         sources, targets = batch.page_copies
         if len(targets):
-            pages = self._experts_CLx.reshape(-1, self._page_size, *self._experts_CLx.shape[1:])
-            pages[targets] = pages[sources]
-            for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
-                if self.inflight_copies.get(target) == source:
-                    del self.inflight_copies[target]
-        self._experts_CLx[compute_cache_locs(batch, compute_positions(batch), self._page_size)] = experts_TLx
+            self._copy_pages(sources, targets)
+        locs_T = compute_cache_locs(batch, compute_positions(batch), self._page_size)
+        self._known_C[locs_T] = records_TLx is not None
+        if records_TLx is not None:
+            assert records_TLx.shape[1:] == self._unrecorded.shape, "records of another model"
+            self._records_CLx[locs_T] = records_TLx
+
+    def _copy_pages(self, sources: Ints, targets: Ints) -> None:
+        pages = self._records_CLx.reshape(-1, self._page_size, *self._records_CLx.shape[1:])
+        known = self._known_C.reshape(-1, self._page_size)
+        known[targets] = known[sources]
+        some = known[sources].any(1)
+        pages[targets[some]] = pages[sources[some]]
+        for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+            if self.inflight_copies.get(target) == source:
+                del self.inflight_copies[target]
 
     def read(self, pages: Sequence[int], first: int, end: int, due_copies: Mapping[int, int]) -> Array:
-        """Return the experts of tokens ``first`` to ``end`` of a sequence in these pages.
+        """Return the records of tokens ``first`` to ``end`` of a sequence in these pages.
 
         Some pages may be copies still due: a request that ends with its first token never gets its own.
         """
@@ -65,7 +80,11 @@ class RoutedExpertsStore:
         pages = [copies.get(page, page) for page in pages]
         positions: Ints = np.arange(first, end)
         size = self._page_size
-        return self._experts_CLx[np.array(pages, np.int64)[positions // size] * size + positions % size]
+        locs = np.array(pages, np.int64)[positions // size] * size + positions % size
+        out = np.tile(self._unrecorded, (len(locs), *(1,) * self._unrecorded.ndim))
+        known = self._known_C[locs]
+        out[known] = self._records_CLx[locs[known]]
+        return out
 
 
 def get_sort_key(req: Req) -> tuple[int, int]:
@@ -78,6 +97,7 @@ class RunningBatch:
 
     ``running`` requests have pages and are sorted; ``followers`` have only a slot. ``membership`` counts joins and
     leaves. With ``share_prefill``, requests with the same prompt have it computed by the first of them (the leader).
+    ``records`` are what is kept of every token, by the names of ``core.token_fields``.
     """
 
     def __init__(
@@ -86,12 +106,12 @@ class RunningBatch:
         slots: ReqSlots,
         *,
         share_prefill: bool,
-        routed_experts: RoutedExpertsStore | None = None,
+        records: Mapping[str, TokenRecordStore] = EMPTY,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.pages = pages
         self.slots = slots
-        self.routed_experts = routed_experts
+        self.records = records
         self.running: list[Req] = []
         self.needing_last_token: set[Req] = set()
         self.counters = Counters()
@@ -146,7 +166,11 @@ class RunningBatch:
         pages = self.pages
         # Positions to score must be computed, even if they are in the prefix cache.
         num_tokens = req.next_scored if req.next_scored < req.prompt_length else len(req.tokens)
-        match = pages.match_prefix(req.prefix_keys(0, num_tokens), req.prefix_root)
+        keys, state = req.prefix_keys(0, num_tokens), None
+        if pages.states is None:
+            match = pages.match_prefix(keys, req.prefix_root)
+        else:
+            match, state = pages.match_state(keys, req.prefix_root)
         pages.acquire(match.pages)
         new_pages = -(-len(req.tokens) // pages.size) - len(match.pages)
         if pages.available < new_pages + len(self.running):
@@ -158,8 +182,12 @@ class RunningBatch:
         num_computed = len(match.pages) * pages.size
         if match.tail is not None:
             pages.copies[req.pages[len(match.pages)]] = match.tail
-            num_computed = num_tokens - 1
+            num_computed = num_tokens - 1 if state is None else state.num_tokens
         self.slots.allocate(req)
+        if state is not None:
+            # A row that is still to be filled gets its state from a slot, and so does this request.
+            self.slots.copies[req.slot] = self.slots.copies.get(state.row, state.row)
+            self.counters.state_hits += 1
         self._start(req, num_computed)
         if req.can_share_prefill and self._share_prefill:
             self._leaders[req.prompt_key] = req
@@ -237,6 +265,50 @@ class RunningBatch:
             keys = req.prefix_keys(i * size, (i + 1) * size)
             nodes.append(pages.insert(nodes[-1] if nodes else req.prefix_root, keys, req.pages[i]))
 
+    def align_chunk(self, req: Req, start: int, count: int) -> int:
+        """Return how many of ``count`` tokens of a prompt are computed, so that a state can be saved behind them.
+
+        A chunk ends at the end of a page, and the last one a token before the end of the prompt, unless it is short.
+        """
+        if self.pages.states is None or not self.pages.share or not req.can_share_prefill or count < self.pages.size:
+            return count
+        if start + count == req.prompt_length:
+            return count - 1 if count > 1 else count
+        return max((start + count) // self.pages.size * self.pages.size - start, 1)
+
+    def can_save_state(self, req: Req, end: int) -> bool:
+        """Return whether the recurrent state after ``end`` tokens of a prompt is one that others may use."""
+        if self.pages.states is None or not req.can_share_prefill:
+            return False
+        return end < req.prompt_length and (end % self.pages.size == 0 or end == req.prompt_length - 1)
+
+    def save_state(self, req: Req) -> None:
+        """Keep the recurrent state of a request, and let requests that begin with its computed tokens find it.
+
+        The state is copied before the next step: until then, nothing may change it but a copy that is due too.
+        """
+        pages, size = self.pages, self.pages.size
+        states = pages.states
+        num_tokens = int(self.slots.num_computed_S[req.slot])
+        if states is None or not states.count or not pages.share or req.cache_epoch != pages.epoch:
+            return
+        if not 0 < num_tokens <= len(req.tokens):
+            return
+        self.insert_prefix(req, num_tokens)
+        full = num_tokens // size
+        parent = req.prefix_nodes[full - 1] if full else req.prefix_root
+        keys = req.prefix_keys(full * size, num_tokens)
+        if keys and req.pages[full] in pages.copies:  # the page of these tokens is itself still to be copied
+            return
+        node = pages.insert(parent, keys, req.pages[full]) if keys else parent
+        row = states.save(node)
+        if row is None:
+            return
+        if keys:
+            states.add_partial(parent, keys, node, pages.find_page(parent, keys))
+        self.slots.copies[row] = self.slots.copies.get(req.slot, req.slot)
+        self.counters.saved_states += 1
+
     # -- branches of drafts -------------------------------------------------------------------
 
     def add_branch(self, req: Req, branch: DraftBranch) -> bool:
@@ -275,7 +347,9 @@ class RunningBatch:
         self._slots_R = None
         self.membership += 1
         self.needing_last_token.discard(req)
-        self._save_routed_experts(req)
+        self._save_records(req)
+        if not req.has_no_output:
+            self.save_state(req)
         self.end_branches(req)
         self.pages.release(req.pages)
         self.slots.release(req)
@@ -292,15 +366,16 @@ class RunningBatch:
         leader.followers.remove(follower)
         self.slots.release(follower)
 
-    def _save_routed_experts(self, req: Req) -> None:
-        """Keep the experts of each token from when it was first computed: the next token was sampled from that."""
-        if self.routed_experts is None or (req.has_no_output and not req.finish_kind):
+    def _save_records(self, req: Req) -> None:
+        """Keep the records of each token from when it was first computed: the next token was sampled from that."""
+        if req.has_no_output and not req.finish_kind:
             return
-        saved_TLx = self.routed_experts.empty_TLx if req.routed_experts_TLx is None else req.routed_experts_TLx
-        known = min(int(self.slots.num_computed_S[req.slot]), len(req.tokens) - 1)
-        end = max(known, len(saved_TLx))
-        new_TLx = self.routed_experts.read(req.pages, len(saved_TLx), end, self.pages.copies)
-        req.routed_experts_TLx = np.concatenate((saved_TLx, new_TLx))
+        for name, store in self.records.items():
+            saved_TLx = req.records.get(name, store.empty_TLx)
+            known = min(int(self.slots.num_computed_S[req.slot]), len(req.tokens) - 1)
+            end = max(known, len(saved_TLx))
+            new_TLx = store.read(req.pages, len(saved_TLx), end, self.pages.copies)
+            req.records[name] = np.concatenate((saved_TLx, new_TLx))
 
     def check(self) -> None:
         """Assert that slots, pages and requests agree."""

@@ -208,6 +208,8 @@ class Scheduler:
         slots.token_S[own_slots_D] = -1
         for leader in step.prefilled:
             running.finish_prefill(leader)
+        for req in step.saved_states:
+            running.save_state(req)
         for fork in step.forks:
             running.apply_fork(fork)
         if self._speculation is not None:
@@ -226,8 +228,8 @@ class Scheduler:
         """
         running = self.running_batch
         failed = self._fail_reqs(step, output)
-        if running.routed_experts is not None and output.routed_experts_TLx is not None:
-            running.routed_experts.write(step.batch, output.routed_experts_TLx)
+        for name, store in running.records.items():
+            store.write(step.batch, output.get_records(name))
         if step.scored:
             store_prompt_logprobs(step.scored, output, version)
         if step.drafts_D is None:
@@ -312,6 +314,9 @@ class Scheduler:
         slots.length_S[req.slot] = len(req.tokens)
         slots.token_S[req.slot] = req.tokens[-1]
         req.drop_unsampled_logprobs()
+        if drafted_end is not None:
+            # Its recurrent state is that after the last accepted row, behind the token that ended it.
+            req.cache_epoch = -1
         if self._speculation is not None and appended:
             if drafted_end is None:
                 self._speculation.record(req, appended - 1, branch)
@@ -381,6 +386,7 @@ class Scheduler:
     def _start_chunk(self, req: Req, count: int) -> PrefillChunk:
         """Compute ``count`` tokens of a prompt (or of a recompute) in this step, if that cuts no bidirectional span."""
         start = int(self.running_batch.slots.num_computed_S[req.slot])
+        count = self.running_batch.align_chunk(req, start, count)
         if req.images is not None:
             count = req.images.limit_chunk(start, start + count) - start
         # Keys are written before attention reads them, so requests of this very step may share these pages.
@@ -503,6 +509,9 @@ class Scheduler:
             filled_pages=[(reqs[i], int(ends_B[i])) for i in filled],
             scored=scored,
             done_reqs=[reqs[i] for i in (ready_B & ~samples_B).nonzero()[0].tolist()],
+            saved_states=[
+                chunk.req for chunk in chunks if running.can_save_state(chunk.req, chunk.start + chunk.length)
+            ],
             last_token_rows_D=(length_D + 1 == info.max_length_D).nonzero()[0],
             needs_check_D=info.needs_check_D,
             drafts_D=drafts_D,
@@ -529,8 +538,8 @@ class Scheduler:
         one_sample_per_row = not chunks and len(rows_D) == len(rows.req_slots_B)
         plain = edits is None and queries is None and images.vision is None and images.rope_positions_3T is None
         page_copies = pages.take_copies() if pages.copies else {}
-        if running.routed_experts is not None:
-            running.routed_experts.inflight_copies |= page_copies
+        for store in running.records.values():
+            store.inflight_copies |= page_copies
         return ForwardBatch(
             tokens_T=gather_tokens(rows, chunks, slots),
             starts_B=rows.starts_B,

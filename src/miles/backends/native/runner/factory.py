@@ -10,7 +10,7 @@ import torch
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.head_draft import DraftHead
 from miles.backends.native.engine.lora import LoraShape
-from miles.backends.native.engine.memory_budget import compute_kv_tokens
+from miles.backends.native.engine.memory_budget import compute_kv_tokens, count_cached_states
 from miles.backends.native.runner.draft_head import DraftHeadRunner, HeadLayersRunner
 from miles.backends.native.runner.lora import count_slot_bytes
 from miles.backends.native.runner.model_runner import ModelRunner
@@ -19,6 +19,7 @@ from miles.core.errors import UsageError
 from miles.kernels.numerics import Numerics
 from miles.models.base import CausalLM
 from miles.models.draft.base import Draft
+from miles.models.indexer_layout import build_indexer_layout
 from miles.models.spec import DecoderSpec
 
 _DRAFT_RANKS = (
@@ -51,6 +52,7 @@ def build_runner(
     devices: Sequence[torch.device],
     name: str,
     lora: LoraShape | None = None,
+    return_indexer_topk: bool = False,
 ) -> EngineRunner:
     """Return the runner of the engine ``name``; with several ``devices``, tensor-parallel.
 
@@ -76,12 +78,12 @@ def build_runner(
             devices=devices,
             name=name,
             lora=lora,
+            return_indexer_topk=return_indexer_topk,
             compute_num_pages=compute_num_pages,
         )
-    num_pages = compute_num_pages(spec, platform)
     runner = ModelRunner(
         spec,
-        num_pages=num_pages,
+        num_pages=(num_pages := compute_num_pages(spec, platform)),
         page_size=config.engine_page_size,
         num_slots=config.engine_max_running,
         return_routed_experts=config.engine_return_routed_experts,
@@ -94,6 +96,8 @@ def build_runner(
         draft=head,
         lora=lora,
         num_draft_states=config.count_draft_states(spec.recurrent),
+        num_cached_states=count_cached_states(spec, config, dtype),
+        return_indexer_topk=return_indexer_topk,
     )
     return _add_head(runner, num_pages, head, config)
 
@@ -117,10 +121,17 @@ def _build_tp_runner(
     devices: Sequence[torch.device],
     name: str,
     lora: LoraShape | None,
+    return_indexer_topk: bool,
     compute_num_pages: Callable[[DecoderSpec, Platform], int],
 ) -> EngineRunner:
     from miles.backends.native.tp.runner import RunnerSpec, launch_tp_runner
 
+    indexers = build_indexer_layout(spec) if return_indexer_topk else None
+    if indexers is not None and indexers.groups > 1:
+        raise UsageError(
+            "the blocks that each key-value head selects are not recorded by an engine of several ranks; set "
+            "--rollout-num-gpus-per-engine to 1, or remove --use-rollout-indexer-replay."
+        )
     offsets_v = None if head is None else head.token_offsets_v
     runner_spec = RunnerSpec(
         spec=spec,
@@ -133,7 +144,9 @@ def _build_tp_runner(
         lora=lora,
         draft=None if head is None else head.spec,
         num_draft_states=config.count_draft_states(spec.recurrent),
+        num_cached_states=count_cached_states(spec, config, dtype),
         draft_offsets_v=None if offsets_v is None else tuple(offsets_v.tolist()),
+        return_indexer_topk=return_indexer_topk,
     )
     runner = launch_tp_runner(name, runner_spec, devices, compute_num_pages=compute_num_pages, draft=head)
     return EngineRunner(runner, runner.num_pages, None if head is None else runner.build_draft_head())

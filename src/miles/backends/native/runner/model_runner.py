@@ -38,7 +38,9 @@ from miles.cluster.cuda_vmm import create_vmm_allocator
 from miles.core.errors import UsageError
 from miles.core.media import ImageInput
 from miles.core.routed_experts import expert_dtype, unrecorded_id
+from miles.core.token_fields import INDEXER_TOPK, ROUTED_EXPERTS
 from miles.core.types import Array
+from miles.kernels.attention.indexer_replay import IndexerSelections
 from miles.kernels.attention.paged import (
     KvShape,
     PagedAttentionBackend,
@@ -59,6 +61,7 @@ from miles.models.decoder import AttentionBackend, Decoder, Routing
 from miles.models.draft.base import Draft, PolicyWeights
 from miles.models.draft.spec import DRAFT_PREFIX
 from miles.models.hf_adapter.decoder import HfDecoder
+from miles.models.indexer_layout import build_indexer_layout
 from miles.models.lora.factors import LoraFactors
 from miles.models.spec import DecoderSpec
 
@@ -96,6 +99,7 @@ class EagerStep:
         *,
         finite_logits_D: Tensor | None = None,
         routed_experts_TLx: Tensor | None = None,
+        indexer_topk_TLk: Tensor | None = None,
         logprob_results: tuple[Tensor, Tensor, Tensor] | None = None,
         prompt_logprobs_N: Tensor | None = None,
         prompt_logprob_results: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -104,6 +108,7 @@ class EagerStep:
         self._logprobs_D = _start_fetch(logprobs_D)
         self._finite_D = None if finite_logits_D is None else _start_fetch(finite_logits_D)
         self._experts_TLx = None if routed_experts_TLx is None else _start_fetch(routed_experts_TLx)
+        self._indexer_TLk = None if indexer_topk_TLk is None else _start_fetch(indexer_topk_TLk)
         self._results = None if logprob_results is None else tuple(map(_start_fetch, logprob_results))
         self._prompt_logprobs_N = None if prompt_logprobs_N is None else _start_fetch(prompt_logprobs_N)
         self._prompt_results = (
@@ -123,6 +128,7 @@ class EagerStep:
             logprobs_D=self._logprobs_D.numpy(),
             finite_logits_D=None if self._finite_D is None else self._finite_D.numpy(),
             routed_experts_TLx=None if self._experts_TLx is None else self._experts_TLx.numpy(),
+            indexer_topk_TLk=None if self._indexer_TLk is None else self._indexer_TLk.numpy(),
             logprob_results=_to_logprob_results(self._results),
             prompt_logprobs_N=None if self._prompt_logprobs_N is None else self._prompt_logprobs_N.numpy(),
             prompt_logprob_results=_to_logprob_results(self._prompt_results),
@@ -149,8 +155,9 @@ class ModelRunner:
     given to ``set_weights``, which calls ``on_weights_moved`` if their addresses change; ``model`` is one that was
     created so elsewhere, with the same ``numerics``. A draft head gets its weights with the decoder's; ``features_TF``
     are what it reads of the step launched last. ``images`` encodes the images of a vision-language model, whose
-    features take up to ``vision_cache_bytes``. ``lora`` are the unmerged adapters of requests. Recurrent states of
-    ``num_draft_states`` drafted tokens are behind those of the request slots.
+    features take up to ``vision_cache_bytes``. ``lora`` are the unmerged adapters of requests. Behind the recurrent
+    states of the request slots are those of ``num_draft_states`` drafted tokens, and then ``num_cached_states`` of
+    prefixes. Steps return the routed experts of every token, and the selections of its indexers, if asked for.
     """
 
     def __init__(
@@ -170,6 +177,8 @@ class ModelRunner:
         draft: Draft | None = None,
         lora: LoraShape | None = None,
         num_draft_states: int = 0,
+        num_cached_states: int = 0,
+        return_indexer_topk: bool = False,
     ) -> None:
         if numerics.batch_invariant and (problem := check_batch_invariance(spec)) is not None:
             raise UsageError(f"--parity exact does not support this model: {problem}; remove --parity exact.")
@@ -182,6 +191,7 @@ class ModelRunner:
         self.draft = draft
         self.features_TF: Tensor | None = None
         self.no_expert = _make_unrecorded_experts(spec) if return_routed_experts else None
+        self._indexers = build_indexer_layout(spec) if return_indexer_topk else None
         self.images = _build_image_encoder(self.decoder, vision_cache_bytes, dtype, device)
         self.send = HostToDevice(device)
         # One slot and one page more than requests use: padding rows of a CUDA graph write there.
@@ -191,7 +201,7 @@ class ModelRunner:
         self._num_pages = num_pages
         self._page_size = page_size
         self._num_slots = num_slots
-        self._num_states = num_slots + num_draft_states
+        self._num_states = num_slots + num_draft_states + num_cached_states
         self._gpu = self._build_gpu_runner() if supports_gpu_kernels(spec, self.decoder, device) else None
         self.lora = None if lora is None else self._build_lora(lora)
         # CUDA graphs stay valid across sleep if the cache returns to the same virtual addresses.
@@ -223,6 +233,12 @@ class ModelRunner:
         assert isinstance(self.decoder, Decoder), "a draft head needs the hidden states of our own decoder"
         draft.share(PolicyWeights(embed=self.decoder.embedding, head=self.decoder.head))
         self._param_locations += _locate_params(draft, DRAFT_PREFIX)
+
+    @property
+    def empty_records(self) -> Mapping[str, Array]:
+        """What steps record of every token, by name: the record of a token that was never computed."""
+        found = {} if self.no_expert is None else {ROUTED_EXPERTS: self.no_expert}
+        return found if self._indexers is None else found | {INDEXER_TOPK: self._indexers.unrecorded_row()}
 
     @property
     def uses_cuda_graphs(self) -> bool:
@@ -392,11 +408,12 @@ class ModelRunner:
         decode_B = torch.where(decode_B < 0, self.last_tokens_S.index_select(0, decode_slots_B), decode_B)
         tokens_T = torch.cat((decode_B, tokens_T[n:]))
         routing = None if self.no_expert is None else Routing(record=True)
+        selections = None if self._indexers is None else IndexerSelections(layers=self._indexers.layers)
         vision = None
         if batch.vision is not None:
             assert self.images is not None, "a model without a vision tower gets no images"
             vision = self.images.build_inputs(batch.vision, self.send)
-        attention = self._build_attention(batch, positions_T)
+        attention = self._build_attention(batch, positions_T, selections)
         if self.lora is not None:
             self.lora.use_plan(None if batch.lora is None else self.lora.build_plan(batch.lora, batch.counts_B))
         capture = None if self.draft is None else self.draft.new_capture()
@@ -426,6 +443,7 @@ class ModelRunner:
             logprobs_D,
             finite_logits_D=finite_D,
             routed_experts_TLx=None if routing is None else self._stack_experts(routing),
+            indexer_topk_TLk=None if selections is None else selections.stack_recorded(),
             logprob_results=None if queries is None else gather_logprobs(logprobs_DV, queries, self.send),
             prompt_logprobs_N=prompt_logprobs_N,
             prompt_logprob_results=prompt_results,
@@ -449,7 +467,9 @@ class ModelRunner:
         tokens_D, logprobs_D, _ = sample(logits_DV, sampling, self.send, numerics=self.numerics)
         return tokens_D, logprobs_D
 
-    def _build_attention(self, batch: ForwardBatch, positions_T: Ints) -> AttentionBackend:
+    def _build_attention(
+        self, batch: ForwardBatch, positions_T: Ints, selections: IndexerSelections | None = None
+    ) -> AttentionBackend:
         assert self._cache is not None
         if self._gpu is not None:
             return self._gpu.build_attention(batch, positions_T, self._cache)
@@ -467,6 +487,7 @@ class ModelRunner:
                 self._page_size,
                 visible_ends_T=batch.visible_ends_T,
                 states=states,
+                recorder=selections,
             )
         _, metadata = build_attention_metadata(
             batch.starts_B,
@@ -477,7 +498,7 @@ class ModelRunner:
             dtype=self.dtype,
             visible_ends_T=batch.visible_ends_T,
         )
-        return PagedAttentionBackend(self._cache, metadata, states)
+        return PagedAttentionBackend(self._cache, metadata, states, selections)
 
     def _compute_logits(self, hidden_RD: Tensor, rows_R: Ints) -> Tensor:
         """Return the logits of these rows of the step."""

@@ -17,6 +17,8 @@ _ENGINE_COUNTERS = {
     "cached_tokens": "Prompt tokens found in the prefix cache.",
     "generated_tokens": "Sampled tokens.",
     "preemptions": "Requests that lost their pages and were queued again.",
+    "state_hits": "Requests that began with a cached recurrent state.",
+    "saved_states": "Recurrent states of prefixes that were kept.",
     "encoded_images": "Images that the vision tower encoded.",
     "speculative_steps": "Steps that verified drafted tokens.",
     "draft_chains": "Verifications: drafts of one request in one step.",

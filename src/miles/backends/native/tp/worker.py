@@ -55,6 +55,8 @@ class RunnerSpec:
     draft: DraftSpec | None = None
     draft_offsets_v: tuple[int, ...] | None = None
     num_draft_states: int = 0
+    num_cached_states: int = 0
+    return_indexer_topk: bool = False
 
     def build_draft(self) -> Draft | None:
         """Return the draft head without storage; its weights come with the policy's."""
@@ -94,6 +96,9 @@ class TpRankRunner(ModelRunner):
             draft=draft,
             lora=runner_spec.lora,
             num_draft_states=runner_spec.num_draft_states,
+            num_cached_states=runner_spec.num_cached_states,
+            # All ranks select the same tokens or pools; only rank 0's output is read.
+            return_indexer_topk=runner_spec.return_indexer_topk and comm.rank == 0,
         )
         if draft is not None:
             self._build_head(draft)
