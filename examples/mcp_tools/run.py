@@ -15,7 +15,7 @@ from shop import write_start
 from training_runs import run_example
 
 WARMUP_STEPS = 200
-STEPS = 30
+STEPS = 80
 
 
 def warmup_flags(start: Path, save: Path, steps: int = WARMUP_STEPS) -> list[str]:
@@ -26,7 +26,7 @@ def grpo_flags(start: Path, warm: Path, save: Path, steps: int = STEPS) -> list[
     """GRPO; the right number is worth 1."""
     server = ("--generate-tools", "mcp:shop", "--mcp-servers", str(start / "servers.json"))
     means = stage_flags.in_turns(3, *server, "--rm-type", "exact")
-    return ["--hf-checkpoint", str(warm), *stage_flags.grpo(start, save, steps), *means]
+    return ["--hf-checkpoint", str(warm), *stage_flags.grpo(start, save, steps, prompts=16, lr=6e-4), *means]
 
 
 def main() -> None:

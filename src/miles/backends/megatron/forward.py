@@ -85,11 +85,7 @@ def run_forward_backward(
         )
         for rows in plan
     ]
-    steps: list[_Step] = list(enumerate(batches))
-    if tf_config.virtual_pipeline_model_parallel_size is not None:
-        # Interleaved schedules need a multiple of the number of stages.
-        padding = replace(batches[-1], packed=replace(batches[-1].packed, router_loss=None))
-        steps += [(None, padding)] * (-len(steps) % state.pp_group.world)
+    steps = _list_steps(batches, tf_config, state)
     stage = _Stage(tf_config, state, judge, with_grad=with_grad, vocabulary_weights=vocabulary_weights)
     for chunk in chunks:
         chunk.train(with_grad)
@@ -108,6 +104,17 @@ def run_forward_backward(
         _report_load(plan, batches, add_expert_load)
     kept = [kept_tensors for number, kept_tensors in found if number is not None]
     return _broadcast_kept(kept, state.pp_group, tf_config.param_device)
+
+
+def _list_steps(
+    batches: Sequence[MegatronBatch], tf_config: DecoderTransformerConfig, state: ParallelState
+) -> list[_Step]:
+    """Number the micro-batches; interleaved schedules need a multiple of the number of stages, by repeated ones."""
+    steps: list[_Step] = list(enumerate(batches))
+    if tf_config.virtual_pipeline_model_parallel_size is not None:
+        padding = replace(batches[-1], packed=replace(batches[-1].packed, router_loss=None))
+        steps += [(None, padding)] * (-len(steps) % state.pp_group.world)
+    return steps
 
 
 def _report_load(
