@@ -40,7 +40,9 @@ def select_pooled_tokens(
         hi = min(lo + max(1, max_scores // (heads * max(1, len(pool_pd)))), length)
         visible_Q = torch.arange(lo + 1, hi + 1, device=q_SHd.device)
         complete_Q = visible_Q // size
-        head_scores_QHp = (q_SHd[lo:hi].to(wide) @ pool_pd.T).relu_()
+        q_1Rd = q_SHd[lo:hi].to(wide).flatten(0, 1)[None]
+        # A batch of one: selective recomputation counts unbatched matmuls, and a recomputed layer selects nothing.
+        head_scores_QHp = torch.bmm(q_1Rd, pool_pd.T[None])[0].unflatten(0, (hi - lo, heads)).relu_()
         scores_Qp = torch.bmm(weights_SH[lo:hi, None].to(wide), head_scores_QHp)[:, 0]
         best_Qk = _select_pools(scores_Qp, complete_Q, topk // size)
         tail_Q = visible_Q - complete_Q * size
