@@ -1,6 +1,6 @@
 """Whole models with experts over every layout of ranks: loss and every gradient are those of one process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,7 +13,16 @@ from miles.backends.fsdp.fsdp_model import FsdpModel
 from miles.backends.fsdp.local_model import LocalModel
 from miles.cluster.parallel_dims import ParallelDims
 from miles.models.decoder import Decoder
-from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec, RopeSpec
+from miles.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    HyperConnectionSpec,
+    LayerSpec,
+    MlaSpec,
+    MlpSpec,
+    MoeSpec,
+    RopeSpec,
+)
 from miles.train.batch_tensors import MicroBatch
 from miles.train.logprobs import HeadOutput, compute_logprobs
 from miles.train.model_protocols import TrainModel
@@ -82,7 +91,15 @@ ODD = LayerSpec(
     post_norms=True,
 )
 DENSE = LayerSpec(mixer=LATENT, ffn=MlpSpec(size=12))
-MODELS = {"qwen3 moe": (QWEN, QWEN), "deepseek v3": (DENSE, DEEPSEEK), "gpt-oss": (OSS, OSS), "odd": (ODD, DENSE, ODD)}
+# Backward needs what joins the streams first, so that these experts run again before their backward is due, too.
+HYPER = replace(QWEN, hyper=HyperConnectionSpec(streams=2, iterations=3, eps=1e-6))
+MODELS = {
+    "qwen3 moe": (QWEN, QWEN),
+    "deepseek v3": (DENSE, DEEPSEEK),
+    "gpt-oss": (OSS, OSS),
+    "odd": (ODD, DENSE, ODD),
+    "hyper": (HYPER, HYPER),
+}
 
 
 def spec_of(model: str) -> DecoderSpec:
@@ -209,6 +226,7 @@ FOUR: list[tuple[ParallelDims, dict[str, Any]]] = [
     (ParallelDims(world=4, shard=4, expert=4), {}),
     (ParallelDims(world=4, shard=4, expert=2), {}),
     (ParallelDims(world=4, shard=4, expert=2), {"recompute": "full", "replay": True}),
+    (ParallelDims(world=4, shard=4, expert=2), {"recompute": "selective"}),
     (ParallelDims(world=4, replicate=2, shard=2, expert=2), {}),
     (ParallelDims(world=4, shard=2, tensor=2, expert=2), {}),
     (ParallelDims(world=4, shard=2, tensor=2, expert=2, sequence=True), {"recompute": "full", "replay": True}),

@@ -141,12 +141,29 @@ def set_expert_prefetch(layers: Sequence[DecoderLayer]) -> None:
 
     FSDP's implicit prefetch needs a host that runs ahead of the device, which waiting for counts prevents; and for the
     experts, nearly last in a layer's forward and nearly first in its backward, it would always be too late.
+
+    A recomputed layer must not gather its experts itself: selective recomputation refuses an all-gather that its
+    forward pass, whose experts were prefetched, did not have. So the layer's backward gathers them first.
     """
+    for layer in layers:
+        if layer.moe is not None:
+            layer_module, experts_module = _fsdp_modules(layer)
+            layer_module.set_modules_to_backward_prefetch([experts_module])
     for layer, next_layer in pairwise(layers):
-        # With a post-norm, experts are recomputed before their backward, and would prefetch parameters already used.
-        if layer.mlp_post_norm is None:
-            _last(layer).set_modules_to_forward_prefetch(_fsdp_modules(next_layer))
+        _select_forward_prefetcher(layer).set_modules_to_forward_prefetch(_fsdp_modules(next_layer))
         _last(next_layer).set_modules_to_backward_prefetch(_fsdp_modules(layer))
+
+
+def _select_forward_prefetcher(layer: DecoderLayer) -> FSDPModule:
+    """Return the module whose forward prefetches the next layer: the experts, unless other operations follow them.
+
+    Backward then needs the activations of those operations first, and recomputes the experts before FSDP knows of
+    their backward: they would prefetch parameters that are already used. FSDP knows of the layer's in time.
+    """
+    follow = (layer.mlp_post_norm, layer.mlp_hyper, layer.per_layer, layer.output_scale)
+    beside_mlp = layer.moe is not None and layer.moe.spec.beside_mlp
+    has_following = beside_mlp or any(part is not None for part in follow)
+    return _fsdp_modules(layer)[0] if has_following else _last(layer)
 
 
 def _fsdp_modules(layer: DecoderLayer) -> list[FSDPModule]:

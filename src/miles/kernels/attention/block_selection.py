@@ -33,7 +33,8 @@ def select_topk_blocks(q_SGd: Tensor, k_Sd: Tensor, index: BlockIndexerInputs) -
     step = max(1, _MAX_SCORES // (groups * length))
     for lo in range(0, length, step):
         position_Q = position_S[lo : lo + step]
-        scores_GQS = q_SGd[lo : lo + step].to(wide).transpose(0, 1) @ k_dS
+        # Batched: selective recomputation counts unbatched matmuls, and a recomputed layer selects nothing.
+        scores_GQS = torch.bmm(q_SGd[lo : lo + step].to(wide).transpose(0, 1), k_dS.expand(groups, -1, -1))
         scores_GQS.masked_fill_(position_S > position_Q[:, None], -torch.inf)
         selected_GSt[:, lo : lo + step] = _rank_blocks(scores_GQS, position_Q, index)
     return selected_GSt

@@ -43,7 +43,9 @@ def select_topk_pools(
     for lo in range(0, length, step):
         hi = min(lo + step, length)
         visible_Q = torch.arange(lo + 1, hi + 1, device=q_SHd.device)
-        head_scores_QHp = (q_SHd[lo:hi].to(wide) @ pool_pd.T).relu_()
+        q_1Rd = q_SHd[lo:hi].to(wide).flatten(0, 1)[None]
+        # A batch of one: selective recomputation counts unbatched matmuls, and a recomputed layer selects nothing.
+        head_scores_QHp = torch.bmm(q_1Rd, pool_pd.T[None])[0].unflatten(0, (hi - lo, heads)).relu_()
         scores_Qp = torch.bmm(weights_SH[lo:hi, None].to(wide), head_scores_QHp)[:, 0]
         parts.append(select_pools(scores_Qp, visible_Q // size, topk // size))
     return torch.cat(parts)

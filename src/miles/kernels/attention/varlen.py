@@ -297,7 +297,10 @@ class VarlenAttentionBackend:
 
     @staticmethod
     def _is_recompute(layer: int, selections: Mapping[int, object]) -> bool:
-        """Whether a layer runs again in backward: it must select the same, even if its kernels round differently."""
+        """Whether a layer runs again in backward: it must select the same, even if its kernels round differently.
+
+        Selective recomputation finds a saved matmul output by its number, so selections have only batched matmuls.
+        """
         return layer in selections and torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
 
     def recurrent_state(self, layer: int) -> FreshRecurrentState:
