@@ -165,7 +165,7 @@ def record_steps(engine) -> list[ForwardBatch]:
     """The steps that an engine computes from now on."""
     batches, runner = [], engine._runner
     build = runner._build_attention
-    runner._build_attention = lambda batch, positions_T: (batches.append(batch), build(batch, positions_T))[1]
+    runner._build_attention = lambda batch, *rest: (batches.append(batch), build(batch, *rest))[1]
     return batches
 
 

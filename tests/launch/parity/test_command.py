@@ -120,7 +120,7 @@ def test_the_exit_code_and_one_sentence_say_it(saved, tmp_path, capsys):
         (["--b", "sglang", "--sglang-dtype", "half"], "--sglang-dtype is set by --rollout-dtype, or --dtype"),
         (
             ["--a", "transformers", "--b", "transformers", "--parity", "exact"],
-            "of which neither is compared",
+            "of which none is compared",
         ),
         (["--b", "http://127.0.0.1:9"], "http://127.0.0.1:9/generate request failed"),
         (["--tokens", "1", "2", "999"], "token 999 is outside the vocabulary of 53 tokens"),

@@ -26,6 +26,8 @@ _SIZES = {
     "moe_latent_size": 32,
     "index_n_heads": 16,  # with few of them, scores of 0 tie
     "q_lora_rank": 64,
+    "o_groups": 2,
+    "o_lora_rank": 32,
     "index_topk": _WINDOW,
     "sliding_window": _WINDOW,
     "attention_chunk_size": _WINDOW,

@@ -92,8 +92,8 @@ def test_a_scored_prompt_does_not_take_the_stamp_off_what_is_drawn_after_it(tiny
         GenerateRequest(tokens=LONG, sampling=GREEDY, logprob_start_len=0),
         GenerateRequest(tokens=LONG, sampling=GREEDY),
     )
-    assert [span.version for span in scored.req.build_completion(None).spans] == [engine.version]
-    assert tiny.tokens(scored.req.build_completion(None)) == tiny.tokens(plain.req.build_completion(None))
+    assert [span.version for span in scored.req.build_completion({}).spans] == [engine.version]
+    assert tiny.tokens(scored.req.build_completion({})) == tiny.tokens(plain.req.build_completion({}))
 
 
 def test_a_request_for_no_tokens_scores_the_prompt_and_ends(tiny):
