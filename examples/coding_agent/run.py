@@ -15,7 +15,7 @@ from repository import write_start
 from training_runs import run_example
 
 WARMUP_STEPS = 120
-STEPS = 20
+STEPS = 30
 REPOSITORY = f"{Path(__file__).parent.resolve() / 'repository.py'}:Repository"
 
 
@@ -26,7 +26,7 @@ def warmup_flags(start: Path, save: Path, steps: int = WARMUP_STEPS) -> list[str
 def grpo_flags(start: Path, warm: Path, save: Path, steps: int = STEPS) -> list[str]:
     """GRPO; the hidden tests of the repository decide."""
     means = stage_flags.in_turns(4, "--generate-environment", REPOSITORY)
-    return ["--hf-checkpoint", str(warm), *stage_flags.grpo(start, save, steps, prompts=4), *means]
+    return ["--hf-checkpoint", str(warm), *stage_flags.grpo(start, save, steps, prompts=8, lr=3e-4), *means]
 
 
 def main() -> None:

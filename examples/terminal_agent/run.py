@@ -15,7 +15,7 @@ from terminal import write_start
 from training_runs import run_example
 
 WARMUP_STEPS = 150
-STEPS = 15
+STEPS = 24
 TERMINAL = f"{Path(__file__).parent.resolve() / 'terminal.py'}:Terminal"
 
 
@@ -26,7 +26,7 @@ def warmup_flags(start: Path, save: Path, steps: int = WARMUP_STEPS) -> list[str
 def grpo_flags(start: Path, warm: Path, save: Path, steps: int = STEPS) -> list[str]:
     """GRPO; the folder that is left decides."""
     means = stage_flags.in_turns(4, "--generate-environment", TERMINAL)
-    return ["--hf-checkpoint", str(warm), *stage_flags.grpo(start, save, steps, prompts=4), *means]
+    return ["--hf-checkpoint", str(warm), *stage_flags.grpo(start, save, steps, prompts=8, lr=3e-4), *means]
 
 
 def main() -> None:
