@@ -7,12 +7,9 @@ and the format describes whole tensors, so any parallel layout wrote it and any 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -25,7 +22,7 @@ from miles.backends.megatron.param_mapping import ParamMapping, build_param_mapp
 from miles.backends.megatron.supported_models import check_megatron_support
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.errors import CheckpointError, UsageError
-from miles.models.checkpoint.convert import RECEIPT, Progress, SafetensorsOutput
+from miles.models.checkpoint.convert import RECEIPT, Progress, SafetensorsOutput, draft_folder, ignore_progress
 from miles.models.checkpoint.load import ParamReader
 from miles.models.checkpoint.quant_config import read_quant_config
 from miles.models.checkpoint.safetensors_io import TensorHeader, config_dtype, read_config, stored_tensors, write_json
@@ -93,12 +90,12 @@ def plan_to_torch_dist(source: Path, *, dtype: torch.dtype) -> TorchDistPlan:
 
 def convert_to_torch_dist(plan: TorchDistPlan, target: Path, *, progress: Progress | None = None) -> None:
     """Write ``target``: a checkpoint named release and the file that names it; nothing is left if that fails."""
-    with _draft_folder(target) as draft:
+    with draft_folder(target) as draft:
         folder = draft / RELEASE
         folder.mkdir()
         writer = TorchDistWriter(folder)
         try:
-            digests = _write_params(plan, writer, progress or _ignore_progress)
+            digests = _write_params(plan, writer, progress or ignore_progress)
             for key in _extra_state_keys(plan.spec):
                 writer.write_object(key, [None])
             writer.finish(plan.spec, iteration=0)
@@ -256,13 +253,13 @@ def _locate_key(
 
 def convert_from_torch_dist(plan: TorchDistPlan, target: Path, *, progress: Progress | None = None) -> None:
     """Write a Hugging Face folder; nothing is left of it if that fails."""
-    report, save_plan = progress or _ignore_progress, plan.save_plan
+    report, save_plan = progress or ignore_progress, plan.save_plan
     extra = [TensorHeader(name, s.dtype, s.shape, s.stop - s.start) for name, s in save_plan.extra_tensors]
     headers = [header for unit in save_plan.units for header in unit.headers()] + extra
     reader = TorchDistReader(plan.source)
     shapes = reader.shapes()
     with (
-        _draft_folder(target) as draft,
+        draft_folder(target) as draft,
         ThreadPoolExecutor(1, thread_name_prefix="hash") as pool,
         ParamReader("cpu") as params,
         SafetensorsOutput(draft, headers, SHARD_BYTES, pool) as output,
@@ -289,29 +286,8 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def _ignore_progress(name: str, done: int, total: int) -> None:
-    del name, done, total
-
-
 def _build_receipt(plan: TorchDistPlan, written: Mapping[str, str]) -> dict[str, Any]:
     return {"source": str(plan.source), "left_out": list(plan.left_out), "written": dict(written)}
-
-
-@contextmanager
-def _draft_folder(target: Path) -> Iterator[Path]:
-    """A hidden folder that becomes ``target`` at the end, or is removed."""
-    if target.exists():
-        raise UsageError(f"{target} exists already; name a folder that does not.")
-    draft = target.with_name(f".{target.name}.partial")
-    if draft.exists():
-        shutil.rmtree(draft)  # of a conversion that was killed
-    draft.mkdir(parents=True)
-    try:
-        yield draft
-        os.replace(draft, target)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
 
 
 def export_hf(checkpoint: Path, target: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -150,6 +151,13 @@ def convert_checkpoint(
     conversion: Conversion, target: Path, *, progress: Progress | None = None, max_shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Write the target, whose folder must not exist; nothing is left of it if that fails."""
+    with draft_folder(target) as draft:
+        _write(conversion, draft, progress or ignore_progress, max_shard_bytes)
+
+
+@contextmanager
+def draft_folder(target: Path) -> Iterator[Path]:
+    """A hidden folder that becomes ``target`` at the end, or is removed."""
     if target.exists():
         raise UsageError(f"{target} exists already; name a folder that does not.")
     draft = target.with_name(f".{target.name}.partial")
@@ -157,14 +165,14 @@ def convert_checkpoint(
         shutil.rmtree(draft)  # of a conversion that was killed
     draft.mkdir(parents=True)
     try:
-        _write(conversion, draft, progress or _ignore_progress, max_shard_bytes)
+        yield draft
         os.replace(draft, target)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
 
 
-def _ignore_progress(name: str, done: int, total: int) -> None:
+def ignore_progress(name: str, done: int, total: int) -> None:
     del name, done, total
 
 
