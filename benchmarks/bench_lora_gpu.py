@@ -69,6 +69,7 @@ def random_factors(spec: Any, rank: int, seed: int) -> Any:
     from miles.models.lora.targets import list_targets
 
     random = torch.Generator(device="cuda").manual_seed(seed)
+    projections = [target for target in list_targets(spec) if not target.module.startswith("lm_head")]
 
     def draw(*shape: int) -> Any:
         return (0.01 * torch.randn(*shape, generator=random, device="cuda")).bfloat16().cpu()
@@ -76,7 +77,7 @@ def random_factors(spec: Any, rank: int, seed: int) -> Any:
     return LoraFactors(
         {
             target.module: ModuleFactors(draw(rank, target.inputs), draw(target.outputs, rank), 2.0)
-            for target in list_targets(spec)
+            for target in projections
             if not target.is_vision
         }
     )

@@ -59,6 +59,8 @@ def make_adapter(spec: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     random = torch.Generator().manual_seed(seed)
     tensors, names = {}, set()
     for target in list_targets(spec):
+        if target.module.startswith("lm_head"):
+            continue
         name = f"base_model.model.{target.module.removesuffix('.weight')}"
         names.add(name.rpartition(".")[2])
         for factor, shape in (("A", (RANK, target.inputs)), ("B", (target.outputs, RANK))):

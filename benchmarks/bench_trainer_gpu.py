@@ -41,7 +41,7 @@ BATCHES = 2
 class Case:
     """Micro-batches of ``count`` samples of ``length`` tokens; ``frozen`` trains all but the experts.
 
-    ``layers`` of the model are there, or all.
+    ``layers`` of the model are there, or all. A ``long`` step has one micro-batch, and is timed once behind another.
     """
 
     model: str
@@ -51,10 +51,15 @@ class Case:
     again: bool = False
     optimizer_state: Literal["float32", "int8"] = "float32"
     layers: int | None = None
+    long: bool = False
 
     @property
     def tokens(self) -> int:
         return self.length * self.count
+
+    @property
+    def batches(self) -> int:
+        return 1 if self.long else BATCHES
 
 
 CASES = {
@@ -64,6 +69,7 @@ CASES = {
     "4B-8k-again": Case("Qwen3-4B", 8192, again=True),
     "8B-8k-int8": Case("Qwen3-8B", 8192, again=True, optimizer_state="int8"),
     "30B-A3B-frozen-8k": Case("Qwen3-30B-A3B", 8192, frozen=True, again=True),
+    "4B-131k": Case("Qwen3-4B", 131072, again=True, long=True),
     "30B-A3B-6L-8k": Case("Qwen3-30B-A3B", 8192, layers=6),
 }
 PREFIX, REPLY, GROUP = 1024, 1024, 8
@@ -94,7 +100,7 @@ def operations(case: Case) -> float:
     from miles.models.accounting.params import forward_flops_per_token
 
     spec = spec_named(case.model, case.layers)
-    tokens = case.tokens * BATCHES
+    tokens = case.tokens * case.batches
     forward = forward_flops_per_token(spec, case.length / 2) * tokens
     idle = 2.0 * expert_parameters(spec)[1] * tokens if case.frozen else 0.0
     return 3 * forward - idle
@@ -160,6 +166,7 @@ def trainer(case: Case, parity: Literal["fast", "exact"] = "fast", precision: st
 
     numerics = numerics_from_parity(parity)
     spec = quantize_spec(spec_named(case.model, case.layers), precision)
+    spec = replace(spec, max_positions=max(spec.max_positions, case.length))
     decoder = Decoder(spec, device="cuda", dtype=torch.bfloat16, numerics=numerics)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -190,7 +197,7 @@ def ours(case: Case, *, plain: bool = False, precision: str = "") -> Callable[[]
         without_kernels()
     rng, vocab = np.random.default_rng(0), spec_named(case.model, case.layers).vocab_size
     # A sample is read up to its last token but one.
-    samples = [sample(rng, 0, rng.integers(0, vocab, case.length + 1), 1, i) for i in range(case.count * BATCHES)]
+    samples = [sample(rng, 0, rng.integers(0, vocab, case.length + 1), 1, i) for i in range(case.count * case.batches)]
     return build_step(trainer(case, precision=precision), samples)
 
 
@@ -228,7 +235,7 @@ def theirs(case: Case) -> Callable[[], Any]:
     tokens = torch.randint(0, config.vocab_size, (case.count, case.length))
 
     def step() -> None:
-        for _ in range(BATCHES):
+        for _ in range(case.batches):
             network(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         adam.step()
@@ -283,11 +290,11 @@ def measure_step(case: Case, side: str) -> dict[str, Any]:
         try:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            spent = measure_median(SIDES[side](tried))
+            spent = measure_median(SIDES[side](tried), *((1, 1) if case.long else ()))
         except torch.OutOfMemoryError:
             continue
         peak = torch.cuda.max_memory_allocated() / GIB
-        done = {"s": spent, "tok_s": BATCHES * tried.tokens / spent, "peak_gib": peak}
+        done = {"s": spent, "tok_s": tried.batches * tried.tokens / spent, "peak_gib": peak}
         done["mfu"] = operations(tried) / spent / top
         said = estimate_gib(tried, side.partition(":")[2]) if side != "transformers" else None
         return done | {"again": tried.again, "said_gib": said, "matmul_tflops": top / 1e12}

@@ -52,7 +52,7 @@ def build(spec: DecoderSpec, tensors: dict[str, Tensor], device: str, numerics: 
 
 
 def forward(decoder: Decoder, tokens: Tensor, lengths: list[int]) -> Tensor:
-    device = decoder.norm.weight.device
+    device = decoder.embedding.weight.device
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
     attention = build_attention(lengths, (), device, numerics=decoder.numerics)
     return decoder(tokens.to(device), positions, attention)

@@ -2,11 +2,12 @@
 
     python benchmarks/check_speculative_gpu.py [CASE...] [--device cuda] [--dtype bfloat16]
 
-Small random models (dense, MoE, MLA with MoE) under batch-invariant kernels, with CUDA graphs on and off, and each kind
-of draft: n-grams, a draft model, MTP layers, an EAGLE-3 head, as chains and as trees. Each prompt is sampled several
-times, greedily and with filters, over two epochs, and over a third after the engine slept, got other weights of the
-policy and the head, and woke. A line passes if every bit is that of the engine without drafts,
-drafts were accepted, and no page leaked. CASE selects lines by part of their name; the exit code is 1 if one fails.
+Small random models (dense, MoE, MLA with MoE; with gated delta, Kimi delta and Mamba-2 layers) under batch-invariant
+kernels, with CUDA graphs on and off, and each kind of draft: n-grams, a draft model, MTP layers, an EAGLE-3 head, as
+chains and as trees. Each prompt is sampled several times, greedily and with filters, over two epochs, and over a third
+after the engine slept, got other weights of the policy and the head, and woke. A line passes if every bit is that of
+the engine without drafts, drafts were accepted, and no page leaked. CASE selects lines by part of their name; the exit
+code is 1 if one fails.
 """
 
 from __future__ import annotations
@@ -40,7 +41,18 @@ from miles.models.draft.checkpoint import init_eagle
 from miles.models.draft.mtp import MtpDraft
 from miles.models.draft.spec import build_eagle_spec, build_mtp_spec
 from miles.models.families.registry import find_family
-from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec, RopeSpec
+from miles.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    GatedDeltaNetSpec,
+    KimiDeltaSpec,
+    LayerSpec,
+    MambaSpec,
+    MlaSpec,
+    MlpSpec,
+    MoeSpec,
+    RopeSpec,
+)
 from miles.sync.manifest import build_manifest
 
 Requests = Sequence[tuple[np.ndarray, SamplingParams]]
@@ -74,11 +86,20 @@ def build_specs() -> Mapping[str, DecoderSpec]:
         max_positions=1024,
         eos_token_ids=(),
     )
+    recurrent = {
+        "delta": GatedDeltaNetSpec(key_heads=2, value_heads=4, key_dim=64, value_dim=64, kernel=4, fused=True),
+        "kda": KimiDeltaSpec(num_heads=4, head_dim=64, kernel=4),
+        "mamba": MambaSpec(num_heads=8, head_dim=32, state_dim=32, groups=2, kernel=4, conv_bias=True, bias=False),
+    }
     experts = MoeSpec(num_experts=16, experts_per_token=4, size=96, norm_topk_prob=True)
     return {
         "dense": dense,
         "moe": replace(dense, family="qwen3_moe", layers=4 * (LayerSpec(mixer=plain, ffn=experts),)),
         "mla": replace(dense, family="deepseek_v3", layers=3 * (LayerSpec(mixer=latent, ffn=experts),)),
+        **{
+            name: replace(dense, layers=(*(2 * (LayerSpec(mixer=mixer, ffn=MlpSpec(size=320)),)), dense.layers[0]))
+            for name, mixer in recurrent.items()
+        },
     }
 
 
@@ -163,6 +184,8 @@ def list_cases() -> list[Case]:
     kinds = ("ngram", "draft-model", "mtp", "eagle3")
     return [
         *(Case(model, kind, "auto", True) for model in ("dense", "moe", "mla") for kind in kinds),
+        *(Case(model, "ngram", "auto", graphs) for model in ("delta", "kda", "mamba") for graphs in (True, False)),
+        *(Case(model, kind, "auto", True) for model in ("delta", "mamba") for kind in ("mtp", "eagle3")),
         *(Case(model, kind, "auto", False) for model in ("dense", "moe") for kind in kinds),
         *(Case(model, kind, "auto", True, BRANCHES) for model in ("dense", "moe") for kind in kinds),
         *(Case("moe", kind, "fp8_e4m3", True, options) for kind in kinds for options in ((), BRANCHES)),
