@@ -46,7 +46,7 @@ def hf_model(kind: str, seed: int = 0, **changes) -> PreTrainedModel:
             if name.endswith(".tid2eid"):  # the experts of each token
                 each = [torch.randperm(made.config.n_routed_experts)[: buffer.shape[1]] for _ in buffer]
                 buffer.copy_(torch.stack(each))
-            elif name in made.state_dict():  # a bias that steers the router, for one
+            elif name in made.state_dict() and buffer.is_floating_point():  # a bias that steers the router, for one
                 noise = torch.randn_like(buffer)
                 # A residual stream near zero would make errors of rounding large.
                 buffer.copy_(1 + 0.3 * noise if name.endswith("layer_scalar") else 0.1 * noise)
@@ -82,7 +82,8 @@ def assemble(spec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     tensors = published(spec, tensors)
     ours = {}
     for name, pieces in param_map.build_param_map(spec).items():
-        ours[name] = torch.zeros(param_map.param_shape(pieces))
+        dtype = torch.int64 if pieces[0].integer else None
+        ours[name] = torch.zeros(param_map.param_shape(pieces), dtype=dtype)
         for piece in pieces:
             piece.view(ours[name]).copy_(tensors[piece.hf_name])
     return ours

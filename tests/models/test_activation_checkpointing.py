@@ -64,7 +64,7 @@ def test_recomputing_changes_no_bit_of_a_gradient_and_keeps_less(kind):
     assert inputs_kept < products_kept < 0.8 * all_kept
 
 
-@pytest.mark.parametrize("kind", ["deepseek v3.2", "deepseek v4", "minimax-m3", "hybrid glm 5.3 flash"])
+@pytest.mark.parametrize("kind", ["deepseek v3.2", "deepseek v4", "minimax-m3", "hybrid glm 5.3 flash", "hybrid qwen4"])
 def test_a_selection_that_only_the_forward_pass_runs_displaces_no_saved_matmul(kind):
     decoder = twin(hf_model(kind))
     want, _ = trained(decoder, "none")

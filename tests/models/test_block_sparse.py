@@ -87,9 +87,9 @@ def test_an_indexer_that_is_not_implemented_is_refused_by_its_key(key, value, na
         spec_from_config(M3 | {"text_config": text | {"sparse_attention_config": group}})
 
 
-def test_what_depends_on_a_selection_is_refused():
+def test_prefixes_are_not_shared_and_numerics_can_be_exact():
     spec = spec_from_config(M3)
-    assert "layer 3 selects blocks of tokens" in str(check_batch_invariance(spec))
+    assert check_batch_invariance(spec) is None
     assert "sparse attention selects" in str(check_prefix_sharing(spec))
 
 

@@ -46,8 +46,10 @@ from miles.models.capabilities import check_batch_invariance
 from miles.models.checkpoint import hf
 from miles.models.families import spec_from_config
 from miles.models.families.registry import FAMILIES
+from miles.models.residual_spec import GatedResidualSpec
 from miles.models.spec import (
     AttentionSpec,
+    BlockIndexerSpec,
     CompressedAttentionSpec,
     DecoderSpec,
     GatedDeltaNetSpec,
@@ -58,6 +60,8 @@ from miles.models.spec import (
     MlaSpec,
     MlpSpec,
     MoeSpec,
+    PoolIndexerSpec,
+    RelativeAttentionSpec,
     ShortConvSpec,
 )
 
@@ -120,7 +124,8 @@ def mixer_made_of(mixer: Mixer | None) -> Iterator[str]:
             "output gate": mixer.gated,
             "gate of each head": mixer.head_gate,
             "q-k norm": mixer.qk_norm != "none",
-            "indexer of blocks": mixer.indexer is not None,
+            "indexer of pools": isinstance(mixer.indexer, PoolIndexerSpec),
+            "indexer of blocks": isinstance(mixer.indexer, BlockIndexerSpec),
             "no positions": mixer.rope is None,
             "partial rotary": mixer.rope is not None and mixer.rope.dim not in (None, mixer.head_dim),
         }
@@ -133,6 +138,9 @@ def mixer_made_of(mixer: Mixer | None) -> Iterator[str]:
             yield "indexer" if mixer.indexer.pool == 1 else "indexer of pools"
         kind = "no positions" if mixer.rope is None else mixer.rope.kind
         yield from (kind,) if kind != "default" else ()
+    elif isinstance(mixer, RelativeAttentionSpec):
+        yield from ("attention", "relative position bias", "q-k norm", "short convolution")
+        yield from ("window",) if mixer.window is not None else ()
     elif isinstance(mixer, CompressedAttentionSpec):
         yield from ("attention", "window", "sinks", "keys that are values", "output in groups", "partial rotary")
         own = mixer.compressor
@@ -152,6 +160,7 @@ def made_of(layer: LayerSpec) -> Iterator[str]:
         named = {"expert groups": ffn.groups > 1, "correction bias": ffn.correction, "shared expert": ffn.shared}
         clamped = ffn.activation == "swiglu_clamped" or is_limited(ffn.activation)
         named |= {"latent experts": ffn.latent, "clamped gate": clamped, "hash routing": ffn.hash_vocab}
+        named |= {"weighed shared experts": ffn.weighed_shared}
         yield from (name for name, there in named.items() if there)
     elif isinstance(ffn, MlpSpec) and not ffn.gated:
         yield "plain MLP"
@@ -160,7 +169,9 @@ def made_of(layer: LayerSpec) -> Iterator[str]:
     if layer.post_norms:
         yield "norms on both sides"
     if layer.hyper is not None:
-        yield "hyper-connections"
+        yield "gated hyper-connections" if isinstance(layer.hyper, GatedResidualSpec) else "hyper-connections"
+    if layer.ngram is not None:
+        yield "n-gram embeddings"
     if layer.altup is not None:
         yield from ("residual streams (AltUp)", "learned residual (LAuReL)", "per-layer inputs")
 

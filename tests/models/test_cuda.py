@@ -7,7 +7,6 @@ from tests.models.oracle import KINDS, hf_model, our_logits, positions_of, relat
 from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.models.checkpoint import hf
 from miles.models.decoder import Decoder
-from miles.models.spec import MlaSpec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -15,9 +14,9 @@ LENGTHS = [40, 3, 17, 90]
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 
 
-def there_too(decoder, dtype):
+def there_too(decoder, dtype, device="cuda"):
     """The same decoder on the device; what is kept in float32 whatever the model's dtype stays so."""
-    made = Decoder(decoder.spec, device="cuda", dtype=dtype)
+    made = Decoder(decoder.spec, device=device, dtype=dtype)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             parameter.copy_(decoder.get_parameter(name))
@@ -32,6 +31,19 @@ def forward(decoder, tokens):
     return logits if cap is None else (logits / cap).tanh() * cap
 
 
+def typical_error(found, wanted):
+    """The median over tokens: what is chosen near a border (experts, tokens to look at) may be chosen otherwise."""
+    return ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median().item()
+
+
+def allowed_error(decoder, tokens, wanted, dtype):
+    """In bfloat16 one and a half times what rounding costs the same decoder on a CPU."""
+    if dtype == torch.float32:
+        return 1e-4
+    rounded = our_logits(there_too(decoder, dtype, "cpu"), tokens)
+    return max(1.5 * typical_error(rounded.float(), wanted), 2e-2)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_and_gradients_are_close_to_the_cpus(kind, dtype):
@@ -42,11 +54,7 @@ def test_values_and_gradients_are_close_to_the_cpus(kind, dtype):
     there = there_too(decoder, dtype)
     found = forward(there, tokens)
     found.float().square().mean().backward()
-    # What is chosen near a border (experts, tokens to look at) may be chosen otherwise in bfloat16: compare the bulk.
-    off = ((found.cpu().float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median().item()
-    indexed = any(isinstance(layer.mixer, MlaSpec) and layer.mixer.indexer for layer in decoder.spec.layers)
-    loose = indexed or decoder.spec.recurrent  # a choice, or a state, hands an error on to all later tokens
-    assert off <= (1e-4 if dtype == torch.float32 else 1e-1 if loose else 5e-2)
+    assert typical_error(found.cpu().float(), wanted) <= allowed_error(decoder, tokens, wanted, dtype)
     if dtype == torch.float32:
         for name, parameter in decoder.named_parameters():
             if not parameter.requires_grad:

@@ -34,7 +34,9 @@ MECHANISMS = [
     "hybrid nemotron h",
     "hybrid kimi linear",
     "hybrid glm 5.3 flash",
+    "hybrid qwen4",
     "deepseek v4",
+    "inkling whole",
 ]
 
 

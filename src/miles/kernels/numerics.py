@@ -10,6 +10,9 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
+# Channels of a head that the batch-invariant Triton kernels of softmax attention take at most.
+MAX_HEAD_DIM = 256
+
 KVCacheDtype = Literal["auto", "fp8_e4m3"]
 """Storage of keys and values, under SGLang's names: auto is the dtype of the model."""
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from miles.kernels.attention.params import AttentionInputs
 from miles.models.decoder import Decoder, DecoderLayer
 from miles.models.layers.attention_backend import AttentionBackend
+from miles.models.layers.moe import MoeMlp
 
 OPERATIONS = (
     "embedding",
@@ -67,9 +68,7 @@ def capture_activations(decoder: Decoder, trace: ActivationTrace) -> Iterator[No
         hooks += _hook_layer(layer, index, trace)
         _patch(layer, "forward_deferred", _record_residual(layer.forward_deferred, index, trace), patched)
         if layer.moe is not None:
-            _patch(layer.moe, "route", _record_routing(layer.moe.route, index, trace), patched)
-            if layer.moe.spec.score != "softmax" or layer.moe.spec.wide_router:  # the router module is not called
-                _patch(layer.moe, "_select_experts", _record_scores(layer.moe._select_experts, index, trace), patched)
+            patch_router(layer.moe, index, trace, patched)
     try:
         yield
     finally:
@@ -77,6 +76,15 @@ def capture_activations(decoder: Decoder, trace: ActivationTrace) -> Iterator[No
             hook.remove()
         for module, name in patched:
             delattr(module, name)  # restores the method of the class
+
+
+def patch_router(moe: MoeMlp, index: int, trace: ActivationTrace, patched: list[tuple[nn.Module, str]]) -> None:
+    """Record the routing of every forward of ``moe``; of its replaced methods, which are appended to ``patched``,
+    ``delattr`` restores those of the class.
+    """
+    _patch(moe, "route", _record_routing(moe.route, index, trace), patched)
+    if moe.spec.score != "softmax" or moe.spec.wide_router:  # the router module is not called
+        _patch(moe, "_select_experts", _record_scores(moe._select_experts, index, trace), patched)
 
 
 def _hook_layer(layer: DecoderLayer, index: int, trace: ActivationTrace) -> list[Any]:

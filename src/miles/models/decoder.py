@@ -22,30 +22,38 @@ from miles.models.layers.attention import Attention
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.compressed_attention import CompressedAttention
 from miles.models.layers.gated_deltanet import GatedDeltaNet
-from miles.models.layers.hyper_connections import HyperConnection, HyperHead
+from miles.models.layers.gated_residual import GatedResidual, GatedResidualHead
+from miles.models.layers.hyper_connections import HyperConnection, HyperHead, mean_streams
 from miles.models.layers.kimi_delta import KimiDeltaAttention
 from miles.models.layers.linear import Embedding, Linear
 from miles.models.layers.mamba import Mamba2
 from miles.models.layers.mla import MultiHeadLatentAttention
 from miles.models.layers.mlp import Mlp
 from miles.models.layers.moe import MoeMlp, Routing
+from miles.models.layers.ngram_embedding import NgramEmbedding
 from miles.models.layers.norm import RMSNorm
 from miles.models.layers.per_layer_input import PerLayerEmbedding, PerLayerInput
+from miles.models.layers.relative_attention import RelativeAttention
+from miles.models.layers.residual_conv import ResidualConv
 from miles.models.layers.rope import Positions
 from miles.models.layers.short_conv import ShortConv
 from miles.models.lora.layout import plan_adapters
 from miles.models.quantization import QuantizedParam, plan_quantization
+from miles.models.residual_spec import GatedResidualSpec
 from miles.models.spec import (
     AttentionSpec,
     CompressedAttentionSpec,
     DecoderSpec,
     GatedDeltaNetSpec,
     KimiDeltaSpec,
+    LayerPart,
     MambaSpec,
     MlaSpec,
     MlpSpec,
     MoeSpec,
+    RelativeAttentionSpec,
     ShortConvSpec,
+    output_conv_state,
 )
 from miles.models.vision.inputs import VisionFeatures, VisionInputs
 from miles.models.vision.tower import VisionTower
@@ -65,6 +73,7 @@ __all__ = [
 # Spec type -> attribute name in a layer and module class.
 MIXERS: Mapping[type, tuple[str, Callable[..., nn.Module]]] = {
     AttentionSpec: ("attention", Attention),
+    RelativeAttentionSpec: ("relative", RelativeAttention),
     MlaSpec: ("mla", MultiHeadLatentAttention),
     CompressedAttentionSpec: ("compressed", CompressedAttention),
     GatedDeltaNetSpec: ("delta", GatedDeltaNet),
@@ -72,6 +81,28 @@ MIXERS: Mapping[type, tuple[str, Callable[..., nn.Module]]] = {
     MambaSpec: ("mamba", Mamba2),
     ShortConvSpec: ("short_conv", ShortConv),
 }
+
+
+def _build_output_convs(
+    spec: DecoderSpec, index: int, factory: dict[str, Any]
+) -> tuple[ResidualConv | None, ResidualConv | None]:
+    """Return the short convolutions behind the mixer and the feed-forward part of a layer, if it has them."""
+    layer = spec.layers[index]
+
+    def build(part: LayerPart, present: bool) -> ResidualConv | None:
+        state = output_conv_state(spec, index, part)
+        is_there = present and layer.output_kernel > 0
+        return ResidualConv(spec.hidden_size, layer.output_kernel, state, **factory) if is_there else None
+
+    return build("mixer", layer.mixer is not None), build("ffn", layer.ffn is not None)
+
+
+def _finish_part(
+    out_TD: Tensor, conv: ResidualConv | None, post_norm: RMSNorm | None, attn_backend: AttentionBackend
+) -> Tensor:
+    """Return the output of a mixer or feed-forward part behind its convolution and its norm, if it has them."""
+    out_TD = out_TD if conv is None else conv(out_TD, attn_backend)
+    return out_TD if post_norm is None else post_norm(out_TD)
 
 
 class DecoderLayer(nn.Module):
@@ -87,19 +118,20 @@ class DecoderLayer(nn.Module):
         def norm(present: bool) -> RMSNorm | None:
             return RMSNorm(spec.hidden_size, spec.norm_eps, offset=spec.norm_offset, **factory) if present else None
 
-        self.attention_norm = norm(layer.mixer is not None)
+        self.attention_norm = norm(layer.mixer is not None and layer.has_norms)
         self._mixer = ""
         if layer.mixer is not None:
             self._mixer, mixer_class = MIXERS[type(layer.mixer)]
             self.add_module(self._mixer, mixer_class(layer.mixer, spec, index, **factory))
         self.attention_post_norm = norm(layer.mixer is not None and layer.post_norms)
-        self.mlp_norm = norm(layer.ffn is not None)
+        self.mlp_norm = norm(layer.ffn is not None and layer.has_norms)
         self.mlp = Mlp(spec.hidden_size, layer.ffn, **factory) if isinstance(layer.ffn, MlpSpec) else None
         self.moe: MoeMlp | None = None
         if isinstance(layer.ffn, MoeSpec):
             norm_options = {"eps": spec.norm_eps, "offset": spec.norm_offset}
             self.moe = MoeMlp(spec.hidden_size, layer.ffn, spec.moe_layers.index(index), **norm_options, **factory)
         self.mlp_post_norm = norm(layer.ffn is not None and layer.post_norms)
+        self.attention_conv, self.mlp_conv = _build_output_convs(spec, index, factory)
         self.per_layer: PerLayerInput | None = None
         options: dict[str, Any] = {"eps": spec.norm_eps, "offset": spec.norm_offset, **factory}
         if layer.per_layer_size:
@@ -112,11 +144,11 @@ class DecoderLayer(nn.Module):
         self.output_scale: nn.Parameter | None = None
         if layer.output_scale:
             self.output_scale = nn.Parameter(torch.empty(1, device=device, dtype=dtype), requires_grad=False)
-        self.attention_hyper: HyperConnection | None = None
-        self.mlp_hyper: HyperConnection | None = None
-        if layer.hyper is not None:
-            self.attention_hyper = HyperConnection(layer.hyper, spec, device=device, dtype=dtype)
-            self.mlp_hyper = HyperConnection(layer.hyper, spec, device=device, dtype=dtype)
+        self.ngram: NgramEmbedding | None = None
+        if layer.ngram is not None:
+            self.ngram = NgramEmbedding(layer.ngram, spec, index, **factory)
+        self.attention_hyper = _build_hyper_connection(spec, **factory)
+        self.mlp_hyper = _build_hyper_connection(spec, **factory)
         # Tensor parallelism: the output of a mixer or feed-forward part is a partial sum, which ``reduce_from_tp``
         # adds up over the ranks. In training so is the gradient of its input, which ``copy_to_tp`` adds up.
         self.copy_to_tp: Callable[[Tensor], Tensor] | None = None
@@ -158,16 +190,14 @@ class DecoderLayer(nn.Module):
             x_TD, y_TD = self.attention_norm.add_norm_quantized(x_TD, deferred_TD)
             mixer = self.get_submodule(self._mixer)
             deferred_TD = self._leave_tp(mixer(self._enter_tp(y_TD), positions, attn_backend))
-            if self.attention_post_norm is not None:
-                deferred_TD = self.attention_post_norm(deferred_TD)
+            deferred_TD = _finish_part(deferred_TD, self.attention_conv, self.attention_post_norm, attn_backend)
         if self.mlp_norm is not None:
             x_TD, y_TD = self.mlp_norm.add_norm_quantized(x_TD, deferred_TD)
             if self.mlp is not None:
                 deferred_TD = self._leave_tp(self.mlp(self._enter_tp(y_TD)))
             else:
                 deferred_TD = self._run_moe(x_TD, y_TD, routing)
-            if self.mlp_post_norm is not None:
-                deferred_TD = self.mlp_post_norm(deferred_TD)
+            deferred_TD = _finish_part(deferred_TD, self.mlp_conv, self.mlp_post_norm, attn_backend)
         if self.per_layer is not None:
             assert input_TP is not None, "the layer has an input of its own"
             x_TD = x_TD if deferred_TD is None else x_TD + deferred_TD
@@ -181,14 +211,16 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """Return the streams of a layer with hyper-connections."""
         assert self.attention_hyper is not None and self.mlp_hyper is not None
-        assert self.attention_norm is not None and self.mlp_norm is not None
+        if self.ngram is not None:
+            assert routing is not None and routing.tokens_T is not None, "n-grams are looked up by the ids of tokens"
+            x_TSD = x_TSD + self.ngram(x_TSD, routing.tokens_T, attn_backend)
         read_TD, mixing = self.attention_hyper(x_TSD)
         mixer = self.get_submodule(self._mixer)
-        y_TD = self.attention_norm.add_norm_quantized(read_TD, None)[1]
+        y_TD = read_TD if self.attention_norm is None else self.attention_norm.add_norm_quantized(read_TD, None)[1]
         out_TD = self._leave_tp(mixer(self._enter_tp(y_TD), positions, attn_backend))
         x_TSD = self.attention_hyper.join(out_TD, x_TSD, mixing)
         read_TD, mixing = self.mlp_hyper(x_TSD)
-        y_TD = self.mlp_norm.add_norm_quantized(read_TD, None)[1]
+        y_TD = read_TD if self.mlp_norm is None else self.mlp_norm.add_norm_quantized(read_TD, None)[1]
         if self.mlp is not None:
             out_TD = self._leave_tp(self.mlp(self._enter_tp(y_TD)))
         else:
@@ -263,6 +295,17 @@ class DecoderLayer(nn.Module):
         return part_TD if self.reduce_from_tp is None else self.reduce_from_tp(part_TD)
 
 
+def _build_hyper_connection(
+    spec: DecoderSpec, *, device: torch.device | str, dtype: torch.dtype, numerics: Numerics
+) -> HyperConnection | GatedResidual | None:
+    """Build what reads and writes the residual streams of one part; None if there is one stream."""
+    if isinstance(spec.hyper, GatedResidualSpec):
+        return GatedResidual(spec.hyper, spec, device=device, dtype=dtype, numerics=numerics)
+    if spec.hyper is None:
+        return None
+    return HyperConnection(spec.hyper, spec, device=device, dtype=dtype, numerics=numerics)
+
+
 class Decoder(nn.Module):
     """Maps tokens to hidden states. Parameters are uninitialized: ``hf.load`` and ``hf.init_random`` fill them.
 
@@ -280,20 +323,27 @@ class Decoder(nn.Module):
         self.checkpoint_fn: CheckpointFn = checkpoint_full
         self.recompute_num_layers: int | None = None
         factory: dict[str, Any] = {"device": device, "dtype": dtype, "numerics": numerics}
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
+        self.embedding = Embedding(spec.vocab_rows, spec.hidden_size, device=device, dtype=dtype)
+        self.embedding_norm: RMSNorm | None = None
+        if spec.embedding_norm:
+            self.embedding_norm = RMSNorm(spec.hidden_size, spec.norm_eps, offset=spec.norm_offset, **factory)
         self.per_layer: PerLayerEmbedding | None = None
         if spec.per_layer_input is not None:
             options: dict[str, Any] = {"eps": spec.norm_eps, "offset": spec.norm_offset, **factory}
             self.per_layer = PerLayerEmbedding(spec.per_layer_input, spec.num_layers, spec.hidden_size, **options)
         self.altup = None if spec.altup is None else AltUpStreams(spec.altup, spec.hidden_size, **factory)
         self.layers = nn.ModuleList(DecoderLayer(spec, i, **factory) for i in range(spec.num_layers))
-        self.hyper_head: HyperHead | None = None
-        if spec.hyper is not None and spec.hyper.learned_join:
-            self.hyper_head = HyperHead(spec.hyper, spec, device=device, dtype=dtype)
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, offset=spec.norm_offset, **factory)
+        self.hyper_head: HyperHead | GatedResidualHead | None = None
+        if isinstance(spec.hyper, GatedResidualSpec):
+            self.hyper_head = GatedResidualHead(spec.hyper, spec, **factory)
+        elif spec.hyper is not None and spec.hyper.learned_join:
+            self.hyper_head = HyperHead(spec.hyper, spec, **factory)
+        self.norm: RMSNorm | None = None
+        if spec.has_final_norm:
+            self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, offset=spec.norm_offset, **factory)
         self.lm_head: Linear | None = None
         if not spec.tie_embeddings:
-            self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False, **factory)
+            self.lm_head = Linear(spec.hidden_size, spec.vocab_rows, bias=False, **factory)
         self.vision: VisionTower | None = None
         if spec.vision is not None:
             self.vision = VisionTower(spec.vision, spec.hidden_size, **factory)
@@ -351,6 +401,8 @@ class Decoder(nn.Module):
         if vision is not None:
             features = self._encode_images(vision, checkpoint_fn)
             x_TD = x_TD.index_copy(0, vision.token_I, features.embeds_FD.to(x_TD.dtype))
+        if self.embedding_norm is not None:
+            x_TD = self.embedding_norm(x_TD)
         positions = Positions(positions_T, self.spec.max_positions, x_TD.dtype, numerics=self.numerics)
         inputs_TLP: Tensor | None = None
         if self.per_layer is not None:
@@ -375,7 +427,8 @@ class Decoder(nn.Module):
             if capture is not None and capture.wants(number):
                 capture.store(number, self._join_streams(x_TD), deferred_TD)
         x_TD = self._join_streams(x_TD)
-        return self.norm.add_norm(x_TD, deferred_TD)[1]
+        hidden_TD = x_TD if self.norm is None else self.norm.add_norm(x_TD, deferred_TD)[1]
+        return hidden_TD if self.spec.output_divisor == 1.0 else hidden_TD / self.spec.output_divisor
 
     def _split_streams(self, x_TD: Tensor) -> Tensor:
         """Return the residual streams [T, S, D] of a decoder that has several."""
@@ -389,7 +442,7 @@ class Decoder(nn.Module):
             return self.altup.join(x_TD)
         if self.hyper_head is not None:
             return self.hyper_head(x_TD)
-        return x_TD if self.spec.streams == 1 else x_TD.mean(1)
+        return x_TD if self.spec.streams == 1 else mean_streams(x_TD, self.numerics)
 
     def _encode_images(self, vision: VisionInputs, checkpoint_fn: CheckpointFn | None) -> VisionFeatures:
         """Return the features of every placeholder token."""
@@ -400,8 +453,9 @@ class Decoder(nn.Module):
         return features.select(vision.feature_I)
 
     def head(self) -> Tensor:
-        """Return the output weight [V, D]: the embedding itself if tied."""
-        return self.embedding.weight if self.lm_head is None else self.lm_head.weight
+        """Return the output weight [V, D]: the embedding itself if tied; rows of padding have no logits."""
+        weight = self.embedding.weight if self.lm_head is None else self.lm_head.weight
+        return weight[: self.spec.vocab_size] if self.spec.vocab_padding else weight
 
     def head_lora(self) -> HeadLora | None:
         """Return the LoRA adapter that this decoder holds beside its output weight."""

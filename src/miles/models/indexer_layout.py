@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from miles.core.errors import UsageError
-from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlaSpec
+from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlaSpec, PoolIndexerSpec
 
 if TYPE_CHECKING:
     from miles.core.types import Array
@@ -59,6 +59,8 @@ def _count_entries(layer: LayerSpec) -> tuple[int, int] | None:
     match layer.mixer:
         case MlaSpec(indexer=index) if index is not None and index.source is None:
             return 1, index.top // index.pool
+        case AttentionSpec(indexer=PoolIndexerSpec() as pools):
+            return 1, pools.top // pools.pool
         case AttentionSpec(indexer=blocks, num_kv_heads=groups) if blocks is not None:
             return groups, blocks.top
         case _:

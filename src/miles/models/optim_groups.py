@@ -23,8 +23,10 @@ from miles.models.spec import (
     MambaSpec,
     MlpSpec,
     MoeSpec,
+    RelativeAttentionSpec,
     ShortConvSpec,
 )
+from miles.models.vision.spec import CLIP_BOUNDS
 
 # Rows of one matrix fused a fused tensor: start, stop, step.
 Rows = tuple[int, int, int]
@@ -33,8 +35,13 @@ Rows = tuple[int, int, int]
 _NARROW = (
     "router.weight",
     "attention.gate.weight",
+    "relative.relative.weight",
+    "relative.profiles",
     "attention_hyper.fn",
     "mlp_hyper.fn",
+    "attention_hyper.inject",
+    "mlp_hyper.inject",
+    "ngram.table.weight",
     "delta.ba.weight",
     "kda.b.weight",
     "kda.A_log",
@@ -46,6 +53,12 @@ _NARROW = (
     "altup.correction.weight",
     "altup.router.weight",
 )
+
+# Selected experts follow the load, or a table; indexers and fixed scales have no gradient either.
+_UNTRAINED = (".moe.correction", ".moe.expert_table")
+_INDEXER = ".indexer."
+_OUTPUT_SCALE = "output_scale"
+_UNTRAINED_VISION = (*CLIP_BOUNDS, "std_bias", "std_scale")
 
 _VISION = "vision."
 # Modules of the vision tower that map its output to the decoder's embeddings.
@@ -60,6 +73,25 @@ def is_vision_param(name: str) -> bool:
 def is_projector_param(name: str) -> bool:
     """Return whether a parameter belongs to the projector, behind the vision tower."""
     return is_vision_param(name) and name.removeprefix(_VISION).split(".")[0] in _PROJECTORS
+
+
+def is_untrained_param(name: str) -> bool:
+    """Return whether a decoder never trains a parameter, given its name or that behind ``layers.N``.
+
+    >>> is_untrained_param("layers.3.mla.indexer.wk.weight"), is_untrained_param("layers.3.altup.output_scale")
+    (True, False)
+    """
+    if is_vision_param(name):
+        return name.endswith(_UNTRAINED_VISION)
+    module, _, last = name.rpartition(".")
+    own = module.rpartition(".")[2]
+    return name.endswith(_UNTRAINED) or _INDEXER in name or (last == _OUTPUT_SCALE and (not own or own.isdigit()))
+
+
+def is_muon_param(name: str, axes: int) -> bool:
+    """Return whether Muon updates a parameter of a decoder; Adam updates the others."""
+    inner = not is_vision_param(name) and name.startswith("layers.") and axes > 1
+    return inner and not name.endswith((*_NARROW, "bias")) and ".conv" not in name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +136,10 @@ def find_muon_matrices(spec: DecoderSpec) -> Mapping[str, MuonMatrices]:
         return {}
     out: dict[str, MuonMatrices] = {}
     for name, parts in build_param_map(spec).items():
-        if is_vision_param(name):
-            continue
         shape = param_shape(parts)
-        _, layers, rest = name.partition("layers.")
-        if not layers or name.endswith(_NARROW) or name.endswith("bias") or len(shape) < 2 or ".conv" in name:
+        if not is_muon_param(name, len(shape)):
             continue
-        number, _, own = rest.partition(".")
+        _, number, own = name.split(".", 2)
         fused = _split_fused(spec.layers[int(number)], own)
         out[name] = MuonMatrices(shape, fused if fused is not None else ((0, shape[-2], 1),))
     return out
@@ -124,6 +153,8 @@ def _split_fused(layer: LayerSpec, name: str) -> tuple[Rows, ...] | None:
             own = (keys,) if mixer.value_from_key else (keys, keys)
             own = () if mixer.kv_source is not None else own
             return _consecutive(mixer.num_heads * mixer.head_dim * (2 if mixer.gated else 1), *own)
+        case ["relative", "qkv"], RelativeAttentionSpec() as mixer, _:
+            return _consecutive(mixer.num_heads * mixer.head_dim, *2 * (mixer.num_kv_heads * mixer.head_dim,))
         case ["compressed", *own], CompressedAttentionSpec() as mixer, _:
             return _split_compressed(own, mixer)
         case ["delta", "qkvz"], GatedDeltaNetSpec(fused=False) as mixer, _:
@@ -136,14 +167,17 @@ def _split_fused(layer: LayerSpec, name: str) -> tuple[Rows, ...] | None:
             return _consecutive(inner, inner, state, state, mixer.num_heads)
         case ["short_conv", "input"], ShortConvSpec() as mixer, _:
             return _consecutive(mixer.channels, mixer.channels, mixer.channels)
-        case ["mlp", "gate_up"], _, MlpSpec() as ffn:
-            return _consecutive(ffn.size, ffn.size)
-        case ["moe", "gate_up"], _, MoeSpec() as ffn:
-            twice = 2 * ffn.size
-            return ((0, twice, 2), (1, twice, 2)) if ffn.interleaved else _consecutive(ffn.size, ffn.size)
-        case ["moe", "shared", "gate_up"], _, MoeSpec(shared=MlpSpec() as shared):
-            return _consecutive(shared.size, shared.size)
+        case [*_, "gate_up"], _, (MlpSpec() | MoeSpec()) as ffn:
+            return _split_gates(name, ffn)
     return None
+
+
+def _split_gates(name: str, ffn: MlpSpec | MoeSpec) -> tuple[Rows, ...]:
+    """Return the gates and the ups of an MLP, of experts, or of a shared expert."""
+    if isinstance(ffn, MoeSpec) and ffn.shared is not None and name.startswith("moe.shared."):
+        ffn = ffn.shared
+    twice = 2 * ffn.size
+    return ((0, twice, 2), (1, twice, 2)) if ffn.interleaved else _consecutive(ffn.size, ffn.size)
 
 
 def _split_compressed(name: Sequence[str], mixer: CompressedAttentionSpec) -> tuple[Rows, ...] | None:

@@ -38,7 +38,7 @@ MEGATRON_RECIPES: Mapping[str, str] = {
 
 _EXPERTS = re.compile(r"layers\.(\d+)\.moe\.(gate_up|up|down)")
 _LINEARS = re.compile(
-    r"layers\.(\d+)\.(attention\.(qkv|output)|mla\.(q|q_a|q_b|kv_a|output)|compressed\.(q_a|q_b|kv|output)|delta\.(qkvz|output)|kda\.(qkv|output)"
+    r"layers\.(\d+)\.((attention|relative)\.(qkv|output)|mla\.(q|q_a|q_b|kv_a|output)|compressed\.(q_a|q_b|kv|output)|delta\.(qkvz|output)|kda\.(qkv|output)"
     r"|mamba\.(input|output)|short_conv\.(input|output)|mlp\.(gate_up|up|down)|moe\.shared\.(gate_up|up|down)"
     r"|moe\.(into|outof))\.weight"
 )

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from miles.kernels.activation_kinds import ActivationKind
+from miles.models.residual_spec import AltUpSpec, GatedResidualSpec, HyperConnectionSpec, NgramSpec
 from miles.models.vision.spec import VisionSpec
 from miles.precision.formats import QuantizationSpec
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
 Activation = ActivationKind
+LayerPart = Literal["mixer", "ffn"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,24 @@ class BlockIndexerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolIndexerSpec:
+    """Sparse attention by pools of tokens (QSA): small heads select ``top`` tokens, in pools of ``pool`` of them.
+
+    A pool's key is the mean of its tokens' keys, normalized and rotated as its first token. All heads attend to the
+    same tokens, and always to those behind the last complete pool.
+    """
+
+    num_heads: int
+    head_dim: int
+    top: int
+    pool: int
+
+    def __post_init__(self) -> None:
+        if self.top % self.pool:
+            raise ValueError(f"{self.top} selected tokens are not a multiple of the {self.pool} of a pool")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Softmax attention with grouped queries.
 
@@ -99,8 +119,8 @@ class AttentionSpec:
     of each head, without weights. ``value_from_key``: there is no value projection, and values are projected keys,
     before their norm and RoPE. ``ignores_spans``: tokens of an image attend causally in this layer, in a model where
     they attend in both directions elsewhere. ``kv_source`` is the earlier layer whose keys and values this layer
-    attends to, after their norm and RoPE; it then projects queries only. ``indexer`` restricts attention to blocks of
-    tokens that it selects.
+    attends to, after their norm and RoPE; it then projects queries only. ``indexer`` restricts attention to blocks or
+    pools of tokens that it selects.
     """
 
     num_heads: int
@@ -122,11 +142,11 @@ class AttentionSpec:
     value_from_key: bool = False
     ignores_spans: bool = False
     kv_source: int | None = None
-    indexer: BlockIndexerSpec | None = None
+    indexer: BlockIndexerSpec | PoolIndexerSpec | None = None
 
     def __post_init__(self) -> None:
         if self.indexer is not None and (self.rope is None or self.kv_source is not None or self.window or self.chunk):
-            raise ValueError("block-sparse attention needs RoPE, its own keys and values, and no window or chunk")
+            raise ValueError("sparse attention needs RoPE, its own keys and values, and no window or chunk")
         is_gated = self.gated or self.head_gate
         if self.kv_source is not None and (is_gated or self.qk_norm not in ("none", "head") or self.temperature):
             raise ValueError("attention to another layer's keys and values has no gate, and at most QK-norm per head")
@@ -136,6 +156,38 @@ class AttentionSpec:
             raise ValueError("attention whose values are its keys, or with a gate for each head, has no other gate")
         if self.rope is not None and (self.rope.dim or self.head_dim) % 2:
             raise ValueError(f"RoPE needs an even number of channels, not {self.rope.dim or self.head_dim}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelativeAttentionSpec:
+    """Softmax attention with a relative position bias in place of RoPE, and short convolutions of keys and values.
+
+    A score is the scaled product of a normalized query and key plus the bias of their distance: each head of a token
+    projects to ``rank`` weights, which mix as many learned profiles over distances below ``extent``; beyond it the bias
+    is zero. Keys (before their norm) and values are the sum of their projection and a convolution of ``kernel`` taps of
+    it. ``temperature`` (floor, slope) multiplies scores by one plus slope times the logarithm of the number of tokens
+    so far over ``floor``, from there on.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rank: int
+    extent: int
+    kernel: int
+    window: int | None = None
+    temperature: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} key-value heads")
+        if self.kernel < 2 or self.extent < 1:
+            raise ValueError("a short convolution has at least two taps, and a position bias one distance")
+
+    @property
+    def kv_channels(self) -> int:
+        """Channels that are convolved: those of keys and of values."""
+        return 2 * self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +298,8 @@ class CompressedAttentionSpec:
 class GatedDeltaNetSpec:
     """Gated DeltaNet: one state matrix per head, updated by the gated delta rule.
 
-    ``fused`` checkpoints have queries, keys, values and gates in one projection, grouped by key head.
+    ``fused`` checkpoints have queries, keys, values and gates in one projection, grouped by key head. ``output_gate``
+    is the activation of the gates.
     """
 
     key_heads: int
@@ -255,6 +308,7 @@ class GatedDeltaNetSpec:
     value_dim: int
     kernel: int
     fused: bool
+    output_gate: Literal["silu", "sigmoid"] = "silu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,7 +360,8 @@ class MlpSpec:
     """Up and down projections with an activation; ``gated`` adds a gate projection.
 
     ``sparsity`` (activation sparsity) subtracts a cutoff from a token's gates and zeroes those below it: the quantile
-    of that order of a normal distribution with their mean and variance. 0 is none.
+    of that order of a normal distribution with their mean and variance. 0 is none. ``interleaved`` alternates gate and
+    up rows. ``learned_scale`` multiplies the output by a learned number.
     """
 
     size: int
@@ -314,8 +369,12 @@ class MlpSpec:
     gated: bool = True
     bias: bool = False
     sparsity: float = 0.0
+    interleaved: bool = False
+    learned_scale: bool = False
 
     def __post_init__(self) -> None:
+        if self.interleaved and (not self.gated or self.sparsity):
+            raise ValueError("interleaved rows are for a gated MLP without activation sparsity")
         if not 0 <= self.sparsity < 1 or (self.sparsity and not self.gated):
             raise ValueError("activation sparsity is at least 0, below 1, and for a gated MLP")
 
@@ -333,6 +392,9 @@ class MoeSpec:
 
     With ``hash_vocab`` (hash routing) the experts of a token are looked up by its id in a table of so many tokens,
     which is not trained; the router's scores only weigh them.
+
+    Besides ``shared`` there may be ``weighed_shared`` experts of every token: the router has a row for each, and weighs
+    them together with the selected ones; all weights are then multiplied by a learned number, too.
 
     With ``beside_mlp`` (Gemma 4) the experts are a branch beside ``shared``: they read the residual stream through a
     norm of their own, and each branch has a norm behind it. The router reads the residual stream too, normalized, times
@@ -363,8 +425,14 @@ class MoeSpec:
     shared_gate: bool = False
     beside_mlp: bool = False
     hash_vocab: int = 0
+    weighed_shared: int = 0
 
     def __post_init__(self) -> None:
+        is_plain = self.gated and not (self.latent or self.expert_bias or self.router_bias or self.weigh_input)
+        if self.weighed_shared and not (is_plain and self.score == "sigmoid" and self.norm_topk_prob):
+            raise ValueError("shared experts are weighed by a router of normalized sigmoids, and are plain gated ones")
+        if self.weighed_shared and (self.shared is not None or self.groups > 1 or self.hash_vocab):
+            raise ValueError("shared experts that the router weighs go with no other ones, groups or hash routing")
         if self.hash_vocab and (self.correction or self.groups > 1):
             raise ValueError("hash routing looks experts up, and has neither a correction bias nor groups of experts")
         if self.beside_mlp and (self.shared is None or self.latent is not None or self.weigh_input):
@@ -374,47 +442,13 @@ class MoeSpec:
 # -- the decoder ----------------------------------------------------------------------------
 
 RecurrentMixer = GatedDeltaNetSpec | KimiDeltaSpec | MambaSpec | ShortConvSpec
-Mixer = AttentionSpec | MlaSpec | CompressedAttentionSpec | RecurrentMixer
+Mixer = AttentionSpec | RelativeAttentionSpec | MlaSpec | CompressedAttentionSpec | RecurrentMixer
 FeedForward = MlpSpec | MoeSpec
 
 
 def is_sparse(mixer: Mixer | None) -> bool:
     """Return whether an indexer selects which earlier tokens a layer attends to."""
     return isinstance(mixer, AttentionSpec | MlaSpec) and mixer.indexer is not None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AltUpSpec:
-    """AltUp (alternating updates): ``streams`` residual streams, of which a layer computes the ``active`` one.
-
-    A layer first predicts all streams from all of them, and then corrects them by the difference between its output and
-    the prediction.
-    """
-
-    streams: int
-    active: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.active < self.streams:
-            raise ValueError(f"stream {self.active} is none of the {self.streams} streams")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HyperConnectionSpec:
-    """Hyper-connections (mHC): ``streams`` residual streams, mixed by matrices of so many Sinkhorn ``iterations``.
-
-    Behind the last layer the mean of the streams is taken, or with ``learned_join`` a weighted sum.
-    """
-
-    streams: int
-    iterations: int
-    eps: float
-    learned_join: bool = False
-
-    @property
-    def num_weights(self) -> int:
-        """Weights of a token: to read and to write each stream, and the matrix that mixes them."""
-        return self.streams * (2 + self.streams)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -425,7 +459,9 @@ class LayerSpec:
     ``per_layer_size`` is the width of the layer's own input (``PerLayerInputSpec``), 0 if it has none. ``hyper`` are
     the hyper-connections of a decoder with several residual streams. ``laurel_rank`` (LAuReL) is the rank of a learned
     residual connection beside the mixer, 0 if there is none. Layers with ``altup`` have a mixer and an MLP with norms
-    on both sides, a learned residual and an input of their own.
+    on both sides, a learned residual and an input of their own. ``ngram`` are n-gram embeddings in front of the mixer.
+    To the output of the mixer and of the feed-forward part its short convolution of ``output_kernel`` taps is added, 0
+    if there is none.
     """
 
     mixer: Mixer | None
@@ -433,11 +469,22 @@ class LayerSpec:
     post_norms: bool = False
     output_scale: bool = False
     per_layer_size: int = 0
-    hyper: HyperConnectionSpec | None = None
+    hyper: HyperConnectionSpec | GatedResidualSpec | None = None
     laurel_rank: int = 0
     altup: AltUpSpec | None = None
+    ngram: NgramSpec | None = None
+    output_kernel: int = 0
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether there is a norm in front of each part, beside that of gated hyper-connections."""
+        return not isinstance(self.hyper, GatedResidualSpec)
 
     def __post_init__(self) -> None:
+        if self.ngram is not None and (self.hyper is None or not isinstance(self.mixer, RecurrentMixer)):
+            raise ValueError("n-gram embeddings are in front of a recurrent layer with hyper-connections")
+        if self.output_kernel and (self.hyper is not None or self.altup is not None):
+            raise ValueError("a layer with several residual streams has no convolutions behind its parts")
         if self.hyper is not None and (self.post_norms or self.output_scale or self.per_layer_size):
             raise ValueError("a layer with hyper-connections has no post norms, output scale or input of its own")
         has_parts = self.mixer is not None and isinstance(self.ffn, MlpSpec) and self.post_norms
@@ -485,7 +532,9 @@ class DecoderSpec:
     soft-caps the logits. ``quantization`` says which weights are quantized; None is none of them. ``adapters`` are LoRA
     factors that the decoder holds as parameters of its own. ``vision`` is the tower of a vision-language model.
     ``per_layer_input`` are embeddings that every layer reads (its ``per_layer_size`` says so too). ``altup`` are the
-    residual streams, if there are several (every layer says so too).
+    residual streams, if there are several (every layer says so too). ``embedding_norm``: the embedding is normalized.
+    ``output_divisor`` divides hidden states behind the last norm. Behind the rows of the vocabulary the embedding and
+    the output weight have ``vocab_padding`` further ones, which are no tokens and have no logits.
     """
 
     family: str
@@ -504,6 +553,9 @@ class DecoderSpec:
     vision: VisionSpec | None = None
     per_layer_input: PerLayerInputSpec | None = None
     altup: AltUpSpec | None = None
+    embedding_norm: bool = False
+    output_divisor: float = 1.0
+    vocab_padding: int = 0
 
     def __post_init__(self) -> None:
         self._check_kv_sources()
@@ -540,6 +592,11 @@ class DecoderSpec:
                 )
 
     @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding."""
+        return self.vocab_size + self.vocab_padding
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 
@@ -554,14 +611,24 @@ class DecoderSpec:
         return next((layer.ffn for layer in self.layers if isinstance(layer.ffn, MoeSpec)), None)
 
     @property
-    def hyper(self) -> HyperConnectionSpec | None:
+    def hyper(self) -> HyperConnectionSpec | GatedResidualSpec | None:
         """The hyper-connections that all layers have; None if there are none."""
         return next((layer.hyper for layer in self.layers), None)
 
     @property
+    def has_final_norm(self) -> bool:
+        """Whether there is a norm behind the last layer, beside that of gated hyper-connections."""
+        return not isinstance(self.hyper, GatedResidualSpec)
+
+    @property
+    def has_ngrams(self) -> bool:
+        """Whether a layer has n-gram embeddings."""
+        return any(layer.ngram is not None for layer in self.layers)
+
+    @property
     def hashes_tokens(self) -> bool:
-        """Whether a layer looks experts up by the ids of tokens."""
-        return any(isinstance(layer.ffn, MoeSpec) and layer.ffn.hash_vocab for layer in self.layers)
+        """Whether a layer looks experts or n-grams up by the ids of tokens."""
+        return self.has_ngrams or any(isinstance(layer.ffn, MoeSpec) and layer.ffn.hash_vocab for layer in self.layers)
 
     @property
     def streams(self) -> int:
@@ -571,4 +638,13 @@ class DecoderSpec:
     @property
     def recurrent(self) -> bool:
         """Whether a layer has a recurrent state, which rules out prefix sharing by page."""
-        return any(isinstance(layer.mixer, RecurrentMixer) for layer in self.layers)
+        stateful = RecurrentMixer | RelativeAttentionSpec
+        return any(isinstance(layer.mixer, stateful) or layer.output_kernel for layer in self.layers)
+
+
+def output_conv_state(spec: DecoderSpec, layer: int, part: LayerPart) -> int:
+    """Return the number of the recurrent state of the convolution behind a part of a layer.
+
+    The states of mixers have the numbers of their layers; those of these convolutions follow.
+    """
+    return spec.num_layers * (1 if part == "mixer" else 2) + layer

@@ -21,8 +21,11 @@ from miles.kernels.attention.compressed import (
 )
 from miles.kernels.attention.paged import KvShape, PagedAttentionBackend, PagedKVCache, build_attention_metadata
 from miles.kernels.attention.params import AttentionInputs, AttentionParams
-from miles.kernels.attention.tree import TreeAttentionBackend
+from miles.kernels.attention.tree import Segment, TreeAttentionBackend
 from miles.kernels.attention.varlen import VarlenAttentionBackend
+from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend, BatchInvariantVarlenBackend
+from miles.kernels.batch_invariant.paged_attention import BatchInvariantPagedBackend
+from miles.kernels.numerics import BATCH_INVARIANT, FAST, Numerics
 
 HEADS, SIZE, INDEX_HEADS, INDEX_SIZE = 3, 6, 16, 4
 CPU = torch.device("cpu")
@@ -50,7 +53,18 @@ def window_key(states: Tensor, number: int, bias: Tensor, overlap: bool) -> Tens
 class Layer:
     """The inputs of one layer for a sequence, and what its attention is by definition."""
 
-    def __init__(self, length: int, *, rate: int, overlap: bool, window: int, topk: int | None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        length: int,
+        *,
+        rate: int,
+        overlap: bool,
+        window: int,
+        topk: int | None,
+        seed: int = 0,
+        numerics: Numerics = FAST,
+    ) -> None:
+        self.numerics = numerics
         self.length, self.rate, self.overlap, self.window, self.topk = length, rate, overlap, window, topk
         reads = 2 if overlap else 1
         self.bias, self.index_bias = random(rate, reads * SIZE, seed=1), random(rate, reads * INDEX_SIZE, seed=2)
@@ -65,10 +79,10 @@ class Layer:
         split = 2 * self.bias.shape[1]
 
         def compress(states: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor | None]:
-            keys = pool_windows(states[..., :split], numbers, self.bias, self.overlap)
+            keys = pool_windows(states[..., :split], numbers, self.bias, self.overlap, self.numerics)
             if self.topk is None:
                 return keys, None
-            return keys, pool_windows(states[..., split:], numbers, self.index_bias, self.overlap)
+            return keys, pool_windows(states[..., split:], numbers, self.index_bias, self.overlap, self.numerics)
 
         index = None
         if self.topk is not None:
@@ -168,8 +182,11 @@ def attend_in_pieces(layers: list[Layer], page_size: int, rng: np.random.Generat
             continue
         parts = [layers[i].inputs(slice(done[i], done[i] + counts[i])) for i in rows]
         where = (done[rows], counts[rows], tables[rows], page_size)
-        _, metadata = build_attention_metadata(*where, device=CPU, dtype=torch.float64)
-        out = PagedAttentionBackend(cache, metadata).attend_compressed(0, *join(parts))
+        if layers[0].numerics.batch_invariant:
+            backend = BatchInvariantPagedBackend(cache, *where)
+        else:
+            backend = PagedAttentionBackend(cache, build_attention_metadata(*where, device=CPU, dtype=torch.float64)[1])
+        out = backend.attend_compressed(0, *join(parts))
         for i, each in zip(rows, out.split(counts[rows].tolist()), strict=True):
             outs[i].append(each)
         done += counts
@@ -201,6 +218,54 @@ def test_windows_are_listed_once_whatever_pieces_complete_them():
     assert whole[2].tolist()[1] == list(range(8)) and whole[2].tolist()[0] == [0, 0, 0, 0, 0, 1, 2, 3]
 
 
-def test_backends_of_shared_prefixes_have_no_compressed_keys():
-    assert isinstance(VarlenAttentionBackend([3], CPU), CompressedAttentionBackend)
-    assert not issubclass(TreeAttentionBackend, CompressedAttentionBackend)
+def test_every_backend_that_models_are_trained_with_attends_to_compressed_keys():
+    for backend in (
+        VarlenAttentionBackend,
+        TreeAttentionBackend,
+        BatchInvariantVarlenBackend,
+        BatchInvariantTreeBackend,
+    ):
+        assert issubclass(backend, CompressedAttentionBackend)
+
+
+@pytest.mark.parametrize("backend_class", [TreeAttentionBackend, BatchInvariantTreeBackend])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_segments_of_sequences_attend_as_the_whole_sequences_do(shape, backend_class):
+    """Keys and states of all tokens are in another order, as context ranks gather them."""
+    layers = [Layer(length, **shape, seed=10 * length) for length in (23, 32)]
+    inputs, own = join([layer.inputs() for layer in layers])
+    order = torch.randperm(55, generator=torch.Generator().manual_seed(3))
+    rows = order.argsort().tolist()
+    cuts = [(0, 0, 9), (0, 9, 23), (23, 0, 1), (23, 1, 32)]
+    segments = [Segment(stop - start, tuple((rows[first + i], 1) for i in range(stop))) for first, start, stop in cuts]
+    tensors = [inputs.q_THd, inputs.k_TGd[order], own.states_Tx[order]]
+    q, k, states = (x.clone().requires_grad_() for x in tensors)
+    backend = backend_class(segments, CPU, keys=55)
+    out = backend.attend_compressed(0, inputs._replace(q_THd=q, k_TGd=k, v_TGe=k), replace(own, states_Tx=states))
+    wanted = torch.cat([layer.by_definition() for layer in layers])
+    assert torch.allclose(out, wanted, rtol=1e-9, atol=1e-9)
+    out.sin().sum().backward()
+    whole = [x.clone().requires_grad_() for x in (inputs.q_THd, inputs.k_TGd, own.states_Tx)]
+    packed = VarlenAttentionBackend([23, 32], CPU)
+    given = inputs._replace(q_THd=whole[0], k_TGd=whole[1], v_TGe=whole[1])
+    packed.attend_compressed(0, given, replace(own, states_Tx=whole[2])).sin().sum().backward()
+    for mine, theirs, place in zip((q, k, states), whole, (None, order, order), strict=True):
+        grad = theirs.grad if place is None else theirs.grad[place]
+        assert torch.allclose(mine.grad, grad, rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(
+    shape=st.sampled_from(SHAPES),
+    lengths=st.lists(st.integers(1, 32), min_size=1, max_size=3),
+    page_size=st.sampled_from([1, 4, 7]),
+    seed=st.integers(0, 5),
+)
+def test_batch_invariant_pages_and_packed_sequences_are_the_same_bits(shape, lengths, page_size, seed):
+    layers = [Layer(length, **shape, seed=100 * i, numerics=BATCH_INVARIANT) for i, length in enumerate(lengths)]
+    outs = attend_in_pieces(layers, page_size, np.random.default_rng(seed))
+    packed = BatchInvariantVarlenBackend(lengths, CPU)
+    whole = packed.attend_compressed(0, *join([layer.inputs() for layer in layers])).split(lengths)
+    for layer, out, same in zip(layers, outs, whole, strict=True):
+        assert torch.equal(out, same)
+        assert torch.allclose(out, layer.by_definition(), rtol=1e-9, atol=1e-9)

@@ -5,6 +5,7 @@ import torch
 from tests.kernels.device import random
 
 from miles.kernels.attention.index_pools import (
+    GatedPool,
     expand_pools,
     mask_unselected_pools,
     pool_index_keys,
@@ -38,7 +39,7 @@ def test_the_tokens_of_the_best_pools_and_behind_them_are_selected(length, pool,
     bias = random(pool, SIZE)
     wanted = select_by_definition(q, keys, weights, topk, bias)
     for at_once in (1, 10**6):
-        found = expand_pools(select_topk_pools(q, keys, weights, topk, bias, max_scores=at_once), pool)
+        found = expand_pools(select_topk_pools(q, keys, weights, topk, GatedPool(bias), max_scores=at_once), pool)
         assert found.shape == (length, topk + pool - 1)
         assert [set(row.tolist()) for row in found] == wanted
     scores = torch.einsum("th,thp->tp", weights, (q @ pool_index_keys(keys, bias).T).relu())

@@ -67,6 +67,10 @@ def whole(kind: str) -> Decoder:
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
+            if ".ngram." in name and not parameter.is_floating_point():  # the constants of a hash
+                owner, _, constant = name.rpartition(".")
+                parameter.copy_(decoder.get_submodule(owner).constants()[constant])
+                continue
             parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.25 * noise)
             if name.endswith(".A_log"):
                 parameter.sub_(3)

@@ -1,7 +1,7 @@
 """Block selection of block-sparse attention: the blocks of keys with the best indexer scores, for each query.
 
-Shapes: S tokens of a sequence, G key-value heads, d channels of an indexer key, b blocks, t selected blocks; of a paged
-batch, N rows of Q queries and C tokens of context.
+Shapes: S tokens of a sequence, M its keys, G key-value heads, d channels of an indexer key, b blocks, t selected
+blocks; of a paged batch, N rows of Q queries and C tokens of context.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ _MAX_SCORES = 1 << 26
 
 
 @torch.no_grad()
-def select_topk_blocks(q_SGd: Tensor, k_Sd: Tensor, index: BlockIndexerInputs) -> Tensor:
+def select_topk_blocks(q_SGd: Tensor, k_Md: Tensor, index: BlockIndexerInputs) -> Tensor:
     """Return the blocks each token of a sequence attends to, [G, S, t]; a token early in it also gets later blocks,
-    which attention has to mask.
+    which attention has to mask. If there are more keys than queries, the queries are those of the last tokens.
     """
     length, groups, _ = q_SGd.shape
-    assert index.max_selected < length, "the sequence must be longer than what is selected"
+    keys = len(k_Md)
+    assert index.max_selected < keys, "the sequence must be longer than what is selected"
     wide = torch.promote_types(q_SGd.dtype, torch.float32)
-    k_dS = k_Sd.to(wide).T
-    position_S = torch.arange(length, device=q_SGd.device)
-    num_blocks = -(-length // index.block)
+    k_dM = k_Md.to(wide).T
+    position_M = torch.arange(keys, device=q_SGd.device)
+    num_blocks = -(-keys // index.block)
     dtype = torch.int16 if num_blocks <= torch.iinfo(torch.int16).max else torch.int32
     selected_GSt = torch.empty(groups, length, index.topk, device=q_SGd.device, dtype=dtype)
-    step = max(1, _MAX_SCORES // (groups * length))
+    step = max(1, _MAX_SCORES // (groups * keys))
     for lo in range(0, length, step):
-        position_Q = position_S[lo : lo + step]
+        position_Q = position_M[keys - length :][lo : lo + step]
         # Batched: selective recomputation counts unbatched matmuls, and a recomputed layer selects nothing.
-        scores_GQS = torch.bmm(q_SGd[lo : lo + step].to(wide).transpose(0, 1), k_dS.expand(groups, -1, -1))
-        scores_GQS.masked_fill_(position_S > position_Q[:, None], -torch.inf)
-        selected_GSt[:, lo : lo + step] = _rank_blocks(scores_GQS, position_Q, index)
+        scores_GQM = torch.bmm(q_SGd[lo : lo + step].to(wide).transpose(0, 1), k_dM.expand(groups, -1, -1))
+        scores_GQM.masked_fill_(position_M > position_Q[:, None], -torch.inf)
+        selected_GSt[:, lo : lo + step] = _rank_blocks(scores_GQM, position_Q, index)
     return selected_GSt
 
 

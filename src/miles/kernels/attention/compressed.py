@@ -23,6 +23,10 @@ from torch import Tensor
 
 from miles.kernels.attention.eager import as_operand, matmul_wide, max_scores_at_once
 from miles.kernels.attention.params import AttentionInputs
+from miles.kernels.attention.topk_positions import select_topk
+from miles.kernels.batch_invariant.elementwise import softmax as invariant_softmax
+from miles.kernels.batch_invariant.elementwise import tree_sum
+from miles.kernels.numerics import FAST, Numerics
 
 _MIN_QUERIES = 128
 
@@ -109,7 +113,9 @@ def pack_windows(lengths: list[int], rate: int, reach: int, device: torch.device
     return WindowTokens(tokens_ML, torch.from_numpy(numbers_M).to(device), (stops // rate).tolist())
 
 
-def pool_windows(states_MLx: Tensor, numbers_M: Tensor, bias_rc: Tensor, overlap: bool) -> Tensor:
+def pool_windows(
+    states_MLx: Tensor, numbers_M: Tensor, bias_rc: Tensor, overlap: bool, numerics: Numerics = FAST
+) -> Tensor:
     """Return the weighted mean of each window's values, [M, d], by a softmax of their gates.
 
     States are c values and c gates. With ``overlap``, c = 2d: the first d of the values and gates are for the next
@@ -127,6 +133,9 @@ def pool_windows(states_MLx: Tensor, numbers_M: Tensor, bias_rc: Tensor, overlap
         gates = gates.masked_fill(((numbers_M == 0)[:, None] & before_L).unsqueeze(-1), -math.inf)
     else:
         values, gates = values_MLc, gates_MLc.to(wide) + bias_rc.to(wide)
+    if numerics.batch_invariant:
+        weights_MdL = invariant_softmax(gates.transpose(1, 2))
+        return tree_sum(weights_MdL * values.transpose(1, 2).to(wide)).squeeze(-1).to(values.dtype)
     return (gates.softmax(1).to(values.dtype) * values).sum(1)
 
 
@@ -143,8 +152,11 @@ def score_windows(q_NQhi: Tensor, keys_NWi: Tensor, weights_NQh: Tensor, max_sco
 
 
 @torch.no_grad()
-def select_windows(index: WindowIndexerInputs, keys_Wi: Tensor, rate: int) -> Tensor:
-    """Numbers of the windows that each token of a sequence attends to, [S, k]; some may not be complete yet."""
+def select_windows(index: WindowIndexerInputs, keys_Wi: Tensor, rate: int, *, past: int = 0) -> Tensor:
+    """Numbers of the windows that each token of a sequence attends to, [S, k]; some may not be complete yet.
+
+    The first token has the position ``past``. Of equal scores the first window is selected.
+    """
     length, windows = len(index.q_Thi), len(keys_Wi)
     most = max_scores_at_once(keys_Wi)
     numbers_W = torch.arange(windows, device=keys_Wi.device)
@@ -153,9 +165,9 @@ def select_windows(index: WindowIndexerInputs, keys_Wi: Tensor, rate: int) -> Te
     for lo in range(0, length, step):
         q_1Qhi, weights_1Qh = index.q_Thi[None, lo : lo + step], index.weights_Th[None, lo : lo + step]
         scores_QW = score_windows(q_1Qhi, keys_Wi[None], weights_1Qh, most)[0]
-        complete_Q = torch.arange(lo + 1, lo + len(scores_QW) + 1, device=keys_Wi.device) // rate
+        complete_Q = torch.arange(past + lo + 1, past + lo + len(scores_QW) + 1, device=keys_Wi.device) // rate
         scores_QW = scores_QW.masked_fill(numbers_W >= complete_Q[:, None], -math.inf)
-        parts.append(scores_QW.topk(index.topk, dim=-1).indices.to(torch.int32))
+        parts.append(select_topk(scores_QW, index.topk).to(torch.int32))
     return torch.cat(parts)
 
 
@@ -175,10 +187,11 @@ def compressed_attention(
 ) -> Tensor:
     """Attention of one sequence to its last ``window`` tokens and to compressed keys, [S, H, d].
 
-    ``selected_Sk`` are the numbers of the windows that each token sees of those that are complete; None: all of them.
-    Scores are computed slice by slice in float32 or wider, and recomputed in backward.
+    If there are more keys than queries, the queries are those of the last tokens. ``selected_Sk`` are the numbers of
+    the windows that each token sees of those that are complete; None: all of them. Scores are computed slice by slice
+    in float32 or wider, and recomputed in backward.
     """
-    settings = _Settings(scale, window, rate)
+    settings = _Settings(scale, window, rate, len(k_Sd) - len(q_SHd))
     return _CompressedAttention.apply(q_SHd, k_Sd, compressed_Wd, sinks_H, selected_Sk, settings)  # pyright: ignore[reportReturnType]
 
 
@@ -186,12 +199,16 @@ class _Settings(NamedTuple):
     scale: float
     window: int
     rate: int
+    past: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """Queries ``lo`` to ``hi``, the keys of tokens from ``first`` on, and those of the first ``windows``."""
+    """Queries ``rows`` at positions ``lo`` to ``hi``, the keys of tokens from ``first`` on, and those of the first
+    ``windows``.
+    """
 
+    rows: slice
     lo: int
     hi: int
     first: int
@@ -207,7 +224,7 @@ class _Slice:
         hidden_QW = numbers_W >= complete_Q1
         if selected_Sk is not None:
             # Those behind the slice's windows are complete for none of its queries.
-            chosen_Qk = selected_Sk[self.lo : self.hi].long().clamp(max=self.windows)
+            chosen_Qk = selected_Sk[self.rows].long().clamp(max=self.windows)
             unselected = torch.ones(self.hi - self.lo, self.windows + 1, device=device, dtype=torch.bool)
             hidden_QW = hidden_QW | unselected.scatter_(1, chosen_Qk, False)[:, : self.windows]
         return torch.cat((hidden_QK, hidden_QW), 1)
@@ -220,11 +237,12 @@ class _Slice:
 def _iter_slices(q_SHd: Tensor, settings: _Settings) -> Iterator[_Slice]:
     length, heads, _ = q_SHd.shape
     width = min(length, max(settings.window, _MIN_QUERIES))
-    visible = width + settings.window + length // settings.rate
+    visible = width + settings.window + (settings.past + length) // settings.rate
     width = max(1, min(width, max_scores_at_once(q_SHd) // (heads * visible)))
-    for lo in range(0, length, width):
-        hi = min(lo + width, length)
-        yield _Slice(lo, hi, max(0, lo - settings.window + 1), hi // settings.rate)
+    for start in range(0, length, width):
+        rows = slice(start, min(start + width, length))
+        lo, hi = settings.past + rows.start, settings.past + rows.stop
+        yield _Slice(rows, lo, hi, max(0, lo - settings.window + 1), hi // settings.rate)
 
 
 class _CompressedAttention(torch.autograd.Function):
@@ -247,10 +265,10 @@ class _CompressedAttention(torch.autograd.Function):
             lse_HQ = scores_HQM.logsumexp(-1)
             if sinks_H is not None:
                 lse_HQ = torch.logaddexp(lse_HQ, sinks_H.to(wide)[:, None])
-            lse_HS[:, part.lo : part.hi] = lse_HQ
+            lse_HS[:, part.rows] = lse_HQ
             probs_1RM = scores_HQM.sub_(lse_HQ.unsqueeze(-1)).exp_().flatten(0, 1)[None]
             out_RD = matmul_wide(probs_1RM.to(keys_Md.dtype), keys_Md[None], wide)[0]
-            out_SHd[part.lo : part.hi] = out_RD.unflatten(0, scores_HQM.shape[:2]).transpose(0, 1)
+            out_SHd[part.rows] = out_RD.unflatten(0, scores_HQM.shape[:2]).transpose(0, 1)
         ctx.save_for_backward(q_SHd, k_Sd, compressed_Wd, sinks_H, selected_Sk, out_SHd, lse_HS)
         ctx.settings, ctx.wide = settings, wide
         return out_SHd
@@ -266,7 +284,7 @@ class _CompressedAttention(torch.autograd.Function):
         for part in _iter_slices(q_SHd, settings):
             keys_Md = as_operand(part.keys(k_Sd, compressed_Wd), wide)
             scores_HQM = _score(part, q_SHd, keys_Md, selected_Sk, settings, wide)
-            rows = slice(part.lo, part.hi)
+            rows = part.rows
             probs_HQM = scores_HQM.sub_(lse_HS[:, rows, None]).exp_()
             q_1Rd, grad_1Rd = (as_operand(x[rows], wide).transpose(0, 1).flatten(0, 1)[None] for x in (q_SHd, grad_SHd))
             dkeys_Md = matmul_wide(probs_HQM.flatten(0, 1).to(grad_1Rd.dtype).T[None], grad_1Rd, wide)[0]
@@ -288,7 +306,7 @@ def _score(
     part: _Slice, q_SHd: Tensor, keys_Md: Tensor, selected_Sk: Tensor | None, settings: _Settings, wide: torch.dtype
 ) -> Tensor:
     """Scores of a slice, [H, Q, M], with minus infinity where masked."""
-    q_HQd = as_operand(q_SHd[part.lo : part.hi], wide).transpose(0, 1)
+    q_HQd = as_operand(q_SHd[part.rows], wide).transpose(0, 1)
     scores_HQM = matmul_wide(q_HQd.flatten(0, 1)[None], keys_Md.T[None], wide)[0].view(*q_HQd.shape[:2], -1)
     hidden_QM = part.build_mask(settings, selected_Sk, q_SHd.device)
     return scores_HQM.mul_(settings.scale).masked_fill_(hidden_QM, -math.inf)
@@ -324,6 +342,6 @@ def mask_windows(complete_NQ: Tensor, windows: int, scores_NQW: Tensor | None, t
     numbers_W = torch.arange(windows, device=complete_NQ.device)
     hidden_NQW = numbers_W >= complete_NQ.unsqueeze(-1)
     if scores_NQW is not None and windows > topk:
-        best_NQk = scores_NQW.masked_fill(hidden_NQW, -math.inf).topk(topk, dim=-1).indices
+        best_NQk = select_topk(scores_NQW.masked_fill(hidden_NQW, -math.inf), topk)
         hidden_NQW |= torch.ones_like(hidden_NQW).scatter_(-1, best_NQk, False)
     return torch.zeros(hidden_NQW.shape, device=hidden_NQW.device).masked_fill_(hidden_NQW, -math.inf)

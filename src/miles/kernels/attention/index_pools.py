@@ -1,19 +1,38 @@
 """Pooled keys of a DSA indexer: it scores pools of consecutive tokens, and selects all tokens of the best pools.
 
-A pool's key is a weighted mean of its tokens' keys, by a softmax of gates that are cached beside the keys. The tokens
-behind the last complete pool are always selected.
+A pool's key follows from its tokens' keys: with ``GatedPool`` a weighted mean, by a softmax of gates that are cached
+beside the keys. The tokens behind the last complete pool are always selected.
 
-Shapes: S tokens of a sequence, N rows of Q queries with a context of C tokens, H indexer heads, d their channels, x =
-2d channels of a key and its gate, P tokens of a pool, p pools, k pools selected for each query, t tokens.
+Shapes: S tokens of a sequence, M its keys, N rows of Q queries with a context of C tokens, H indexer heads, d their
+channels, x channels that a token caches (a key and its gate: 2d), P tokens of a pool, p pools, k pools selected for
+each query, t tokens.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from miles.kernels.attention.params import KeyPool
 from miles.kernels.attention.topk_positions import select_topk
+
+
+@dataclass(frozen=True, slots=True)
+class GatedPool:
+    """Weighted means of keys, whose gates have a bias for each token of a pool."""
+
+    bias_Pd: Tensor
+
+    @property
+    def size(self) -> int:
+        """Tokens of a pool."""
+        return len(self.bias_Pd)
+
+    def __call__(self, keys_Sx: Tensor) -> Tensor:
+        return pool_index_keys(keys_Sx, self.bias_Pd)
 
 
 def pool_index_keys(keys_Sx: Tensor, bias_Pd: Tensor) -> Tensor:
@@ -29,20 +48,21 @@ def pool_index_keys(keys_Sx: Tensor, bias_Pd: Tensor) -> Tensor:
 
 @torch.no_grad()
 def select_topk_pools(
-    q_SHd: Tensor, keys_Sx: Tensor, weights_SH: Tensor, topk: int, bias_Pd: Tensor, *, max_scores: int
+    q_SHd: Tensor, keys_Mx: Tensor, weights_SH: Tensor, topk: int, pool: KeyPool, *, max_scores: int
 ) -> Tensor:
     """Return the pools that each token of a sequence selects, ascending, [S, k]; a token of fewer complete pools also
-    gets others.
+    gets others. If there are more keys than queries, the queries are those of the last tokens.
     """
     length, heads, _ = q_SHd.shape
-    size = len(bias_Pd)
+    past = len(keys_Mx) - length
+    size = pool.size
     wide = torch.promote_types(q_SHd.dtype, torch.float32)
-    pool_pd = pool_index_keys(keys_Sx, bias_Pd).to(wide)
+    pool_pd = pool(keys_Mx).to(wide)
     parts: list[Tensor] = []
     step = max(1, max_scores // (heads * max(1, len(pool_pd))))
     for lo in range(0, length, step):
         hi = min(lo + step, length)
-        visible_Q = torch.arange(lo + 1, hi + 1, device=q_SHd.device)
+        visible_Q = torch.arange(past + lo + 1, past + hi + 1, device=q_SHd.device)
         q_1Rd = q_SHd[lo:hi].to(wide).flatten(0, 1)[None]
         # A batch of one: selective recomputation counts unbatched matmuls, and a recomputed layer selects nothing.
         head_scores_QHp = torch.bmm(q_1Rd, pool_pd.T[None])[0].unflatten(0, (hi - lo, heads)).relu_()
@@ -51,12 +71,12 @@ def select_topk_pools(
     return torch.cat(parts)
 
 
-def expand_pools(pools_Sk: Tensor, size: int) -> Tensor:
+def expand_pools(pools_Sk: Tensor, size: int, past: int = 0) -> Tensor:
     """Return positions of the tokens that each token of a sequence attends to, given its pools, [S, k * P + P - 1].
 
-    Some may be there more than once.
+    Some may be there more than once. The first token has the position ``past``.
     """
-    visible_S = torch.arange(1, len(pools_Sk) + 1, device=pools_Sk.device)
+    visible_S = torch.arange(past + 1, past + len(pools_Sk) + 1, device=pools_Sk.device)
     inside_P = torch.arange(size, device=pools_Sk.device)
     complete_S = visible_S // size
     tail_S = visible_S - complete_S * size

@@ -10,7 +10,7 @@ which every row holds all that its queries see. While no context exceeds the win
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from miles.kernels.attention.block_selection import select_visible_blocks, unselected_tokens
 from miles.kernels.attention.compressed import CompressorInputs
 from miles.kernels.attention.compressed_paged import attend_paged
-from miles.kernels.attention.index_pools import mask_unselected_pools, pool_index_keys, select_pools
+from miles.kernels.attention.index_pools import mask_unselected_pools, select_pools
 from miles.kernels.attention.indexer_replay import IndexerSelections
 from miles.kernels.attention.metadata import (
     AttentionBlock,
@@ -30,7 +30,15 @@ from miles.kernels.attention.metadata import (
     AttentionMetadata,
     build_attention_metadata,
 )
-from miles.kernels.attention.params import AttentionInputs, AttentionParams, BlockIndexerInputs, IndexerInputs
+from miles.kernels.attention.params import (
+    AttentionInputs,
+    AttentionParams,
+    BlockIndexerInputs,
+    IndexerInputs,
+    KeyPool,
+    RelativeBias,
+)
+from miles.kernels.attention.relative import gather_bias
 from miles.kernels.attention.topk_positions import select_topk
 from miles.kernels.runtime.kv_cache import (
     Ints,
@@ -67,6 +75,7 @@ class _LayerCall(NamedTuple):
     params: AttentionParams
     sinks_H: Tensor | None
     metadata: AttentionMetadata
+    bias: RelativeBias | None = None
 
     def read(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         """Keys and values of a block; with MLA the values are the first channels of the keys."""
@@ -117,13 +126,22 @@ class PagedAttentionBackend:
             out_THe = self._attend(call, selected)
         return out_THe if cache.values is not None else out_THe[..., : v_TGe.shape[-1]]
 
+    def attend_relative(self, layer: int, inputs: AttentionInputs, bias: RelativeBias) -> Tensor:
+        """Attend with a relative position bias."""
+        q_THd, k_TGd, v_TGe, params, _, _ = inputs
+        cache, slots_T = self._cache.layers[layer], self._metadata.slots_T
+        assert cache.values is not None, "a layer with a position bias has keys and values"
+        cache.keys.write(slots_T, k_TGd)
+        cache.values.write(slots_T, v_TGe)
+        return self._attend(_LayerCall(q_THd, cache, k_TGd.shape[1], params, None, self._metadata.causal, bias), None)
+
     def attend_compressed(self, layer: int, inputs: AttentionInputs, compressor: CompressorInputs) -> Tensor:
         """Attend to a window of tokens and to compressed keys."""
         return attend_paged(self._cache.layers[layer], self._metadata.causal, inputs, compressor)
 
     def _attend(self, call: _LayerCall, selected: list[Tensor] | None) -> Tensor:
         window, chunk = self._limit_if_exceeded(call.params.window), self._limit_if_exceeded(call.params.chunk)
-        materialize = call.params.softcap is not None or call.sinks_H is not None
+        materialize = call.params.softcap is not None or call.sinks_H is not None or call.bias is not None
         # The kernel that returns log-sum-exps needs keys and values of equal width.
         if window is None and chunk is None and selected is None and not materialize and call.cache.equal_dims:
             return self._attend_full(call)
@@ -297,12 +315,14 @@ def _attend_by_group(q_NHQd: Tensor, kv: tuple[Tensor, Tensor], mask_NGQC: Tenso
 
 
 def _attend_materialized(call: _LayerCall, block: AttentionBlock, mask: Tensor) -> Tensor:
-    """Softcap or sinks: scores are materialized in float32, some queries at a time."""
+    """Softcap, sinks or a position bias: scores are materialized in float32, some queries at a time."""
     wide = torch.promote_types(call.q_THd.dtype, torch.float32)
     k_NGCd, v_NGCe = (x.to(wide) for x in call.read(block))
     q_NQHd = block.select_queries(call.q_THd).unflatten(0, (block.rows, block.width))
     q_NGrQd = q_NQHd.transpose(1, 2).unflatten(1, (call.heads, -1)).to(wide)
-    step = max(1, _MAX_SCORES // (block.rows * q_NQHd.shape[2] * block.context))
+    bias_fn = None if call.bias is None else _bias_function(call, call.bias, block, mask, wide)
+    columns = block.context if call.bias is None else max(block.context, call.bias.profiles_rE.shape[1])
+    step = max(1, _MAX_SCORES // (block.rows * q_NQHd.shape[2] * columns))
     outs: list[Tensor] = []
     for lo in range(0, block.width, step):
         q_NGrqd = q_NGrQd[..., lo : lo + step, :]
@@ -310,6 +330,8 @@ def _attend_materialized(call: _LayerCall, block: AttentionBlock, mask: Tensor) 
         scores_NGrqC.mul_(call.params.scale)
         if call.params.softcap is not None:
             scores_NGrqC.div_(call.params.softcap).tanh_().mul_(call.params.softcap)
+        if bias_fn is not None:
+            scores_NGrqC.add_(bias_fn(lo, lo + step))
         scores_NGrqC.add_(mask[:, :, None, lo : lo + step])
         lse_NGrq1 = scores_NGrqC.logsumexp(-1, keepdim=True)
         if call.sinks_H is not None:
@@ -318,6 +340,24 @@ def _attend_materialized(call: _LayerCall, block: AttentionBlock, mask: Tensor) 
         out_NGrqe = (probs_NGrqC.flatten(2, 3) @ v_NGCe).view(*q_NGrqd.shape[:4], -1)
         outs.append(out_NGrqe.flatten(1, 2).to(call.q_THd.dtype))
     return _drop_padding(outs[0] if len(outs) == 1 else torch.cat(outs, 2), block)
+
+
+def _bias_function(
+    call: _LayerCall, bias: RelativeBias, block: AttentionBlock, mask: Tensor, wide: torch.dtype
+) -> Callable[[int, int], Tensor]:
+    """Return what computes the bias of some queries of each row, [N, G, r, q, C]."""
+    weights_NQHr = block.select_queries(bias.weights_THr).unflatten(0, (block.rows, block.width))
+    weights_NGrQp = weights_NQHr.transpose(1, 2).unflatten(1, (call.heads, -1)).to(wide)
+    keys_C = torch.arange(block.context, device=mask.device)
+    # The last key that a query sees is its own.
+    own_NQ1 = torch.where(mask.squeeze(1) == 0, keys_C, 0).amax(-1, keepdim=True)
+    distance_N11QC = (own_NQ1 - keys_C)[:, None, None]
+    profiles_pE = bias.profiles_rE.to(wide)
+
+    def compute(lo: int, hi: int) -> Tensor:
+        return gather_bias(weights_NGrQp[..., lo:hi, :] @ profiles_pE, distance_N11QC[..., lo:hi, :])
+
+    return compute
 
 
 def _drop_padding(out_NHQe: Tensor, block: AttentionBlock) -> Tensor:
@@ -337,8 +377,8 @@ def _select(block: AttentionBlock, keys: PagedTensor, index: IndexerInputs | Blo
         selected_NGQt = select_visible_blocks(q_NQGd, k_NCd, visible_NQC, positions_NQ, index)
         unselected_NGQC = unselected_tokens(selected_NGQt, index.block, block.context)
         return _Choice(block, torch.where(unselected_NGQC, -torch.inf, block.mask), selected_NGQt, visible_NQ)
-    if index.pool_bias_Pd is not None:
-        return _select_pools(block, keys, index, index.pool_bias_Pd, visible_NQ)
+    if index.pool is not None:
+        return _select_pools(block, keys, index, index.pool, visible_NQ)
     scores_NQC = block.mask.squeeze(1).float().expand(-1, block.width, -1)
     scores_NQC = _add_scores(scores_NQC, block, keys.read(block.pages, block.rows, block.context).float(), index)
     best_NQk = select_topk(scores_NQC, index.topk)
@@ -359,11 +399,11 @@ def _add_scores(scores_NQC: Tensor, block: AttentionBlock, keys_NCd: Tensor, ind
 
 
 def _select_pools(
-    block: AttentionBlock, keys: PagedTensor, index: IndexerInputs, pool_bias_Pd: Tensor, visible_NQ: Tensor
+    block: AttentionBlock, keys: PagedTensor, index: IndexerInputs, pool: KeyPool, visible_NQ: Tensor
 ) -> _Choice:
     """``_select`` of an indexer that selects pools of tokens."""
-    size = len(pool_bias_Pd)
-    pool_Npd = pool_index_keys(keys.read(block.pages, block.rows, block.context), pool_bias_Pd).float()
+    size = pool.size
+    pool_Npd = pool(keys.read(block.pages, block.rows, block.context)).float()
     num_pools = pool_Npd.shape[1]
     zeros_NQp = torch.zeros(*visible_NQ.shape, num_pools, device=visible_NQ.device)
     scores_NQp = _add_scores(zeros_NQp, block, pool_Npd, index)

@@ -6,8 +6,9 @@ value.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -30,19 +31,30 @@ class AttentionParams:
     ignores_spans: bool = False
 
 
+class KeyPool(Protocol):
+    """How the key of a pool of ``size`` consecutive tokens follows from what the tokens cache."""
+
+    @property
+    def size(self) -> int: ...
+
+    def __call__(self, keys_Sx: Tensor, /) -> Tensor:
+        """Return the keys of a sequence's complete pools, [..., p, d]; tokens behind the last one are left out."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexerInputs:
     """Sparse attention (DSA): a token attends to the ``topk`` tokens with the largest sum of ``weights * relu(q . k)``.
 
-    No gradient flows through the selection. ``weights_TH`` include the scales. With ``pool_bias_Pd`` pools of P tokens
-    are scored and selected (``index_pools``), and ``k_Td`` have a gate of each channel beside the key.
+    No gradient flows through the selection. ``weights_TH`` include the scales. With ``pool`` pools of tokens are scored
+    and selected (``index_pools``), and ``k_Td`` are what it makes their keys of.
     """
 
     q_THd: Tensor
     k_Td: Tensor
     weights_TH: Tensor
     topk: int
-    pool_bias_Pd: Tensor | None = None
+    pool: KeyPool | None = None
 
     @property
     def max_selected(self) -> int:
@@ -52,7 +64,7 @@ class IndexerInputs:
     @property
     def unit(self) -> int:
         """Tokens that are selected together."""
-        return 1 if self.pool_bias_Pd is None else len(self.pool_bias_Pd)
+        return 1 if self.pool is None else self.pool.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +107,45 @@ class AttentionInputs(NamedTuple):
     indexer: IndexerInputs | BlockIndexerInputs | int | None = None
 
 
+class RelativeBias(NamedTuple):
+    """A position bias of scores: at distance e it is ``weights_THr`` of the query times ``profiles_rE[:, e]``.
+
+    From distance E on it is zero. Scores are scaled before it is added.
+    """
+
+    weights_THr: Tensor
+    profiles_rE: Tensor
+
+
+@runtime_checkable
+class RelativeAttentionBackend(Protocol):
+    """An attention backend that adds a relative position bias to scores."""
+
+    def attend_relative(self, layer: int, inputs: AttentionInputs, bias: RelativeBias) -> Tensor:
+        """Attend to earlier tokens, as ``AttentionBackend.__call__`` does, with the bias."""
+        ...
+
+
 class SequenceShard(Protocol):
-    """Context parallelism of a recurrent layer: its tokens are this rank's part of the sequences."""
+    """Context parallelism of a recurrent layer: its tokens are this rank's part of the sequences.
+
+    With ``parts``, the lengths of what this rank has of the sequences, ranks scan these and hand states on; otherwise
+    every rank scans all sequences.
+    """
+
+    @property
+    def parts(self) -> Sequence[int] | None: ...
+
+    def read_earlier(self, x_tC: Tensor, count: int) -> Tensor:
+        """Return the last ``count`` rows before each part, [B, C, count]; zeros before the first of a sequence."""
+        ...
+
+    def pass_states(self, ends_Bx: Tensor, advance: Callable[[Tensor | None, Tensor], Tensor]) -> Tensor:
+        """Return the state before each part, [B, ...], given what each rank computed of its parts.
+
+        ``advance`` moves a state, None at the start of a sequence, past a part; states before those are zeros.
+        """
+        ...
 
     def gather(self, x_t: Tensor) -> Tensor:
         """Return the rows of all ranks, in the order of the sequences."""

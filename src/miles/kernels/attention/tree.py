@@ -6,17 +6,27 @@ of a value, B segments of a block, S its most queries and N its most keys, P all
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from miles.kernels.attention.eager import eager_attention, select_topk_tokens
-from miles.kernels.attention.gather_rows import RowGather, gather_rows
+from miles.kernels.attention.block_selection import select_topk_blocks
+from miles.kernels.attention.compressed import (
+    CompressorInputs,
+    WindowTokens,
+    compressed_attention,
+    pack_windows,
+    select_windows,
+)
+from miles.kernels.attention.eager import eager_attention, max_scores_at_once, select_topk_tokens
+from miles.kernels.attention.gather_rows import RowGather, gather_rows, index_rows
+from miles.kernels.attention.index_pools import expand_pools, select_topk_pools
 from miles.kernels.attention.indexer_replay import IndexerSelections
 from miles.kernels.attention.params import AttentionInputs, AttentionParams, BlockIndexerInputs, IndexerInputs
 from miles.kernels.attention.sinks import flash_attention_with_sinks
@@ -213,6 +223,12 @@ class TreeAttentionBackend:
         assert all(s.length <= s.keys for s in self._segments), "a segment needs at least as many keys as queries"
         self._views: dict[tuple[int | None, int | None], _SegmentView] = {}
         self._selections: dict[int, list[Tensor | None]] = {}
+        self._windows: dict[tuple[int, int], WindowTokens] = {}
+        self._window_selections: dict[int, list[Tensor | None]] = {}
+
+    def drop_selection(self, layer: int) -> None:
+        """Free what the indexer of a layer selected, once its backward is done."""
+        self._selections.pop(layer, None)
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         q_THd, _, v_MGe, params, _, index = inputs
@@ -224,8 +240,8 @@ class TreeAttentionBackend:
         inputs = inputs._replace(params=replace(params, chunk=None, window=window))
         if index is not None:
             assert params.window is None and params.chunk is None, "sparse attention with a window or chunk"
-            assert not isinstance(index, BlockIndexerInputs), "block-sparse attention over a prefix tree"
-            return _attend_selected(view, inputs, self._select_tokens(layer, index, view))
+            block = index.block if isinstance(index, BlockIndexerInputs) else None
+            return _attend_selected(view, inputs, self._select_tokens(layer, index, view), block)
         if can_fuse(q_THd, v_MGe) and params.softcap is None:
             return _attend_varlen(view, inputs)
         return _attend_padded(view, inputs)
@@ -233,40 +249,95 @@ class TreeAttentionBackend:
     def recurrent_state(self, layer: int) -> FreshRecurrentState:
         raise AssertionError(f"layer {layer} is recurrent, which tree attention does not support")
 
-    def _select_tokens(self, layer: int, index: IndexerInputs | int, view: _SegmentView) -> list[Tensor | None]:
-        """The selected positions of each segment's queries; None where all keys are visible."""
+    def attend_compressed(self, layer: int, inputs: AttentionInputs, compressor: CompressorInputs) -> Tensor:
+        """Attend to a window of tokens and to compressed keys, one segment after the other.
+
+        ``inputs`` have the keys of all tokens, and the compressor their states.
+        """
+        q_THd, k_M1d, params = inputs.q_THd, inputs.k_TGd, inputs.params
+        assert params.window is not None, "compressed attention has a window"
+        view = self._get_view(replace(params, window=None))
+        gather, keys = view.get_key_gather(), [s.keys for s in view.segments]
+        key = compressor.rate, compressor.reach
+        if key not in self._windows:
+            self._windows[key] = pack_windows(keys, *key, self._device)
+        windows = self._windows[key]
+        states_Rx = index_rows(gather_rows(compressor.states_Tx, gather), windows.tokens_ML.flatten())
+        keys_Vd, index_Vi = compressor.compress(states_Rx.unflatten(0, windows.tokens_ML.shape), windows.numbers_M)
+        selections = self._select_windows(layer, compressor, index_Vi, windows.counts, view)
+        lengths = [s.length for s in view.segments]
+        k_parts = gather_rows(k_M1d, gather).squeeze(1).split(keys)
+        parts = (q_THd.split(lengths), k_parts, keys_Vd.split(windows.counts), selections)
+        options: dict[str, Any] = {"scale": params.scale, "window": params.window, "rate": compressor.rate}
+        outs = [
+            compressed_attention(q, k, compressed, sinks_H=inputs.sinks_H, selected_Sk=selected, **options)
+            for q, k, compressed, selected in zip(*parts, strict=True)
+        ]
+        return torch.cat(outs)
+
+    def _select_windows(
+        self, layer: int, compressor: CompressorInputs, index_Vi: Tensor | None, counts: list[int], view: _SegmentView
+    ) -> list[Tensor | None]:
+        """The windows that an indexer selects for each segment's queries; None where all are visible."""
+        index = compressor.indexer
+        if index is None or index_Vi is None:
+            return [None] * len(counts)
+        if not _is_recompute(layer, self._window_selections):
+            lengths, keys = [s.length for s in view.segments], [s.keys for s in view.segments]
+            tensors = (index.q_Thi.split(lengths), index.weights_Th.split(lengths), index_Vi.split(counts))
+            self._window_selections[layer] = [
+                select_windows(index._replace(q_Thi=q, weights_Th=weights), found, compressor.rate, past=many - len(q))
+                if len(found) > index.topk
+                else None
+                for q, weights, found, many in zip(*tensors, keys, strict=True)
+            ]
+        return self._window_selections[layer]
+
+    def _select_tokens(
+        self, layer: int, index: IndexerInputs | BlockIndexerInputs | int, view: _SegmentView
+    ) -> list[Tensor | None]:
+        """The selected positions, or blocks, of each segment's queries; None where all keys are visible."""
         if isinstance(index, int):
             assert index in self._selections, (
                 f"layer {layer} reuses the selection of layer {index}, which has not run yet"
             )
             return self._selections[index]
-        # A layer that is recomputed in backward must select the same tokens, even if its kernels round differently.
-        is_recompute = layer in self._selections and torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
-        if not is_recompute:
-            keys_Kd = gather_rows(index.k_Td.unsqueeze(1), view.get_key_gather()).squeeze(1)
-            lengths, keys = [s.length for s in view.segments], [s.keys for s in view.segments]
-            parts = zip(index.q_THd.split(lengths), keys_Kd.split(keys), index.weights_TH.split(lengths), strict=True)
-            own = [select_topk_tokens(*part, index.topk) if len(part[1]) > index.topk else None for part in parts]
-            self._selections[layer] = self._replace(layer, own, index)
+        if not _is_recompute(layer, self._selections):
+            keys_Kx = gather_rows(index.k_Td.unsqueeze(1), view.get_key_gather()).squeeze(1)
+            selected: list[Tensor | None] = []
+            first = 0
+            for segment, keys_Mx in zip(view.segments, keys_Kx.split([s.keys for s in view.segments]), strict=True):
+                selected.append(self._select_of_segment(layer, index, first, segment, keys_Mx))
+                first += segment.length
+            self._selections[layer] = selected
         return self._selections[layer]
 
-    def _replace(self, layer: int, own: Sequence[Tensor | None], index: IndexerInputs) -> list[Tensor | None]:
-        """What each segment selects: its own selection, or the replayed one."""
+    def _select_of_segment(
+        self, layer: int, index: IndexerInputs | BlockIndexerInputs, first: int, segment: Segment, keys_Mx: Tensor
+    ) -> Tensor | None:
+        """What a segment selects, itself or replayed: positions [S, t], or blocks [G, S, t]."""
+        if segment.keys <= index.max_selected:
+            return None
+        rows, past = slice(first, first + segment.length), segment.keys - segment.length
+        if isinstance(index, BlockIndexerInputs):
+            own_GSt = select_topk_blocks(index.q_TGd[rows], keys_Mx, index)
+            return self._replace(layer, first, own_GSt.transpose(0, 1), past, index).transpose(0, 1)
+        tensors = (index.q_THd[rows], keys_Mx, index.weights_TH[rows], index.topk)
+        if index.pool is None:
+            own_St = select_topk_tokens(*tensors)
+        else:
+            own_St = select_topk_pools(*tensors, index.pool, max_scores=max_scores_at_once(index.q_THd))
+        own_St = self._replace(layer, first, own_St.unsqueeze(1), past, index).squeeze(1)
+        return own_St if index.pool is None else expand_pools(own_St, index.unit, past)
+
+    def _replace(
+        self, layer: int, first: int, own_SGt: Tensor, past: int, index: IndexerInputs | BlockIndexerInputs
+    ) -> Tensor:
+        """What the segment whose first query is ``first`` selects: its own selection, or the replayed one."""
         if self._replay is None:
-            return list(own)
-        selected: list[Tensor | None] = []
-        first = 0
-        for segment, own_St in zip(self._segments, own, strict=True):
-            if own_St is None:
-                selected.append(None)
-            else:
-                visible_S = torch.arange(segment.keys - segment.length, segment.keys, device=own_St.device) + 1
-                used_S1t = self._replay.choose(
-                    layer, first, own_St.unsqueeze(1), visible_S, unit=index.unit, limit=index.max_selected
-                )
-                selected.append(used_S1t.squeeze(1))
-            first += segment.length
-        return selected
+            return own_SGt
+        visible_S = torch.arange(past + 1, past + len(own_SGt) + 1, device=own_SGt.device)
+        return self._replay.choose(layer, first, own_SGt, visible_S, unit=index.unit, limit=index.max_selected)
 
     def _get_view(self, params: AttentionParams) -> _SegmentView:
         key = params.window, params.chunk
@@ -297,8 +368,16 @@ def _attend_varlen(view: _SegmentView, inputs: AttentionInputs) -> Tensor:
     return out if width == value_dim else out[..., :value_dim]
 
 
-def _attend_selected(view: _SegmentView, inputs: AttentionInputs, selections: Sequence[Tensor | None]) -> Tensor:
-    """Sparse attention, one segment after the other."""
+def _is_recompute(layer: int, selections: Mapping[int, object]) -> bool:
+    """Whether a layer runs again in backward: it must select the same, even if its kernels round differently."""
+    return layer in selections and torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+
+
+def _attend_selected(
+    view: _SegmentView, inputs: AttentionInputs, selections: Sequence[Tensor | None], block: int | None
+) -> Tensor:
+    """Sparse attention, one segment after the other; with ``block`` to blocks of as many tokens."""
+    name, options = ("selected_BSt", {}) if block is None else ("selected_BGSt", {"block": block})
     q_THd, k_MGd, v_MGe, params, sinks_H, _ = inputs
     lengths, keys = [s.length for s in view.segments], [s.keys for s in view.segments]
     k, v = (gather_rows(x, view.get_key_gather()).split(keys) for x in (k_MGd, v_MGe))
@@ -309,9 +388,9 @@ def _attend_selected(view: _SegmentView, inputs: AttentionInputs, selections: Se
             v_KGe.unsqueeze(0),
             params,
             sinks_H=sinks_H,
-            selected_BSt=None if selected_St is None else selected_St.unsqueeze(0),
+            **({} if selected is None else {name: selected.unsqueeze(0), **options}),
         ).squeeze(0)
-        for q_SHd, k_KGd, v_KGe, selected_St in zip(q_THd.split(lengths), k, v, selections, strict=True)
+        for q_SHd, k_KGd, v_KGe, selected in zip(q_THd.split(lengths), k, v, selections, strict=True)
     ]
     return torch.cat(outs)
 

@@ -30,7 +30,14 @@ from miles.kernels.attention.compressed import (
 from miles.kernels.attention.eager import eager_attention, max_scores_at_once, select_topk_tokens
 from miles.kernels.attention.index_pools import expand_pools, select_topk_pools
 from miles.kernels.attention.indexer_replay import IndexerSelections
-from miles.kernels.attention.params import AttentionInputs, BlockIndexerInputs, IndexerInputs, SequenceShard
+from miles.kernels.attention.params import (
+    AttentionInputs,
+    BlockIndexerInputs,
+    IndexerInputs,
+    RelativeBias,
+    SequenceShard,
+)
+from miles.kernels.attention.relative import relative_attention
 from miles.kernels.attention.sdpa_dense import dense_sdpa_attention, has_dense_batch
 from miles.kernels.attention.sinks import flash_attention_with_sinks
 
@@ -236,6 +243,10 @@ class VarlenAttentionBackend:
         self._windows: dict[tuple[int, int], WindowTokens] = {}
         self._window_selections: dict[int, list[Tensor | None]] = {}
 
+    def drop_selection(self, layer: int) -> None:
+        """Free what the indexer of a layer selected, once its backward is done."""
+        self._selections.pop(layer, None)
+
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         q_THd, _, v_TGe, params, _, index = inputs
         assert len(q_THd) == self._total, f"got {len(q_THd)} tokens for sequences of {self._total} in all"
@@ -272,6 +283,14 @@ class VarlenAttentionBackend:
             for q, k, compressed, selected in zip(*parts, selections, strict=True)
         ]
         return torch.cat(outs)
+
+    def attend_relative(self, layer: int, inputs: AttentionInputs, bias: RelativeBias) -> Tensor:
+        """Attend with a relative position bias; sequences of similar length share a padded block."""
+        tensors = (*inputs[:3], bias.weights_THr)
+        assert len(tensors[0]) == self._total, f"got {len(tensors[0])} tokens for sequences of {self._total} in all"
+        if not self._total:
+            return sum((x.sum() for x in (*tensors[1:], bias.profiles_rE)), start=inputs.q_THd)
+        return _attend_relative(self._packed, inputs, bias)
 
     def _get_windows(self, rate: int, reach: int) -> WindowTokens:
         if (rate, reach) not in self._windows:
@@ -341,13 +360,13 @@ class VarlenAttentionBackend:
                 selected[i] = self._replace(layer, start, own_GSt.transpose(0, 1), index).transpose(0, 1)
                 continue
             tensors = (index.q_THd[rows], index.k_Td[rows], index.weights_TH[rows])
-            if index.pool_bias_Pd is None:
+            if index.pool is None:
                 own_St = select_topk_tokens(*tensors, index.topk)
             else:
                 max_scores = max_scores_at_once(index.q_THd)
-                own_St = select_topk_pools(*tensors, index.topk, index.pool_bias_Pd, max_scores=max_scores)
+                own_St = select_topk_pools(*tensors, index.topk, index.pool, max_scores=max_scores)
             own_St = self._replace(layer, start, own_St.unsqueeze(1), index).squeeze(1)
-            selected[i] = own_St if index.pool_bias_Pd is None else expand_pools(own_St, index.unit)
+            selected[i] = own_St if index.pool is None else expand_pools(own_St, index.unit)
         block = index.block if isinstance(index, BlockIndexerInputs) else None
         return _TokenSelection(index.max_selected, selected, block)
 
@@ -410,6 +429,24 @@ def _attend_padded(pack: _Pack, inputs: AttentionInputs, selection: _TokenSelect
         )
         for qb, kb, vb, shape, block in parts
     ]
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return out if layout.slot_T is None else _Unpad.apply(out, layout.slot_T)  # pyright: ignore[reportReturnType]
+
+
+def _attend_relative(pack: _Pack, inputs: AttentionInputs, bias: RelativeBias) -> Tensor:
+    """Attention with a position bias in padded blocks."""
+    layout, params = pack.get_layout(pack.longest), inputs.params
+    q, k, v, weights = (*inputs[:3], bias.weights_THr)
+    if layout.token_P is not None:
+        q, k, v = _Pad.apply(q, k, v, layout.token_P, layout.slot_T)  # pyright: ignore[reportGeneralTypeIssues]
+        weights = weights.index_select(0, layout.token_P)
+    sizes = [b * s for b, s in layout.shapes]
+    parts = zip(*(_split_blocks(x, sizes) for x in (q, k, v, weights)), layout.shapes, strict=True)
+    outs: list[Tensor] = []
+    for *block, shape in parts:
+        q, k, v, weights = (x.unflatten(0, shape) for x in block)
+        options: dict[str, Any] = {"scale": params.scale, "window": params.window}
+        outs.append(relative_attention(q, k, v, weights, bias.profiles_rE, **options).flatten(0, 1))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out if layout.slot_T is None else _Unpad.apply(out, layout.slot_T)  # pyright: ignore[reportReturnType]
 

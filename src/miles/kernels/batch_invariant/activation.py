@@ -5,6 +5,7 @@ Shapes: R rows, I intermediate. Each step is rounded to the dtype.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ from torch.nn import functional as F
 
 from miles.kernels.activation_kinds import is_limited, is_limited_before, read_limit
 from miles.kernels.batch_invariant import elementwise
-from miles.kernels.batch_invariant.elementwise import accumulation_dtype
+from miles.kernels.batch_invariant.elementwise import accumulation_dtype, tree_sum
 from miles.kernels.fused.activation import (
     SWIGLU_ALPHA,
     SWIGLU_LIMIT,
     ActivationKind,
     apply_activation,
+    find_quantile,
     gated_activation_training,
     split_gate_up,
 )
@@ -39,6 +41,22 @@ def gated_activation(inner_R2I: Tensor, kind: ActivationKind, *, interleaved: bo
 def ungated_activation(x_RI: Tensor, kind: ActivationKind) -> Tensor:
     """The activation alone."""
     return _Activation.apply(x_RI, None, kind)  # pyright: ignore[reportReturnType]
+
+
+def sparsify_gates(
+    gate_RI: Tensor, sparsity: float, channels: int, all_reduce: Callable[[Tensor], Tensor] | None
+) -> Tensor:
+    """``fused.activation.sparsify_gates``, of a row whose ``channels`` may be on several tensor-parallel ranks."""
+    wide_RI = gate_RI.to(accumulation_dtype(gate_RI.dtype))
+    if all_reduce is None:
+        mean_R1 = tree_sum(wide_RI) / channels
+        distance_RI = wide_RI - mean_R1
+        deviation_R1 = (tree_sum(distance_RI * distance_RI) / channels).sqrt()
+    else:
+        sums_R2 = torch.cat((tree_sum(wide_RI), tree_sum(wide_RI * wide_RI)), -1)
+        mean_R1, square_R1 = (all_reduce(sums_R2) / channels).split(1, -1)
+        deviation_R1 = (square_R1 - mean_R1 * mean_R1).clamp(min=0).sqrt()
+    return (wide_RI - (mean_R1 + deviation_R1 * find_quantile(sparsity))).relu().to(gate_RI.dtype)
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from miles.kernels.attention.paged_prefill import TILE, build_prefill_tiles
 from miles.kernels.attention.params import AttentionParams, PagedAttentionParams
-from miles.kernels.batch_invariant.attention_metadata import AttentionSpans, SpanBatch
+from miles.kernels.batch_invariant.attention_metadata import AttentionSpans, Selection, SpanBatch
 from miles.kernels.batch_invariant.attention_paged import launch_prefill
 from miles.kernels.batch_invariant.attention_reference import (
     compute_sink_grad,
@@ -31,6 +31,7 @@ from miles.kernels.batch_invariant.attention_tile_config import (
     select_dkv_tile,
     select_dq_tile,
 )
+from miles.kernels.numerics import MAX_HEAD_DIM
 from miles.kernels.runtime.kv_cache import Ints
 from miles.kernels.runtime.triton_compat import device_guard, use_triton
 
@@ -45,13 +46,13 @@ def span_attention(
     batch: SpanBatch,
     params: AttentionParams,
     sinks_H: Tensor | None = None,
-    selected_TP: Tensor | None = None,
+    selection: Selection | None = None,
 ) -> Tensor:
     """Attention of every query over the keys of its span, or the positions it selects of them, [T, H, e].
 
-    With a selection it is computed by torch on every device.
+    With a selection, or heads too large for the Triton kernels, it is computed by torch on every device.
     """
-    return _SpanAttention.apply(q_THd, k_SGd, v_SGe, sinks_H, batch, params, selected_TP)  # pyright: ignore[reportReturnType]
+    return _SpanAttention.apply(q_THd, k_SGd, v_SGe, sinks_H, batch, params, selection)  # pyright: ignore[reportReturnType]
 
 
 class _SpanAttention(torch.autograd.Function):
@@ -64,25 +65,26 @@ class _SpanAttention(torch.autograd.Function):
         sinks_H: Tensor | None,
         batch: SpanBatch,
         params: AttentionParams,
-        selected_TP: Tensor | None,
+        selection: Selection | None,
     ) -> Tensor:
-        if use_triton(q_THd) and selected_TP is None:
+        if use_triton(q_THd) and selection is None and q_THd.shape[-1] <= MAX_HEAD_DIM:
             out_THe, lse_TH = launch_forward(q_THd, k_SGd, v_SGe, batch, params, sinks_H)
         else:
-            out_THe, lse_TH = reference_attention(q_THd, k_SGd, v_SGe, batch.spans, params, sinks_H, selected_TP)
+            out_THe, lse_TH = reference_attention(q_THd, k_SGd, v_SGe, batch.spans, params, sinks_H, selection)
         ctx.batch, ctx.params = batch, params
-        ctx.save_for_backward(q_THd, k_SGd, v_SGe, out_THe, lse_TH, sinks_H, selected_TP)
+        ctx.selection = selection
+        ctx.save_for_backward(q_THd, k_SGd, v_SGe, out_THe, lse_TH, sinks_H)
         return out_THe
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_THe: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        *saved, sinks_H, selected_TP = ctx.saved_tensors
-        if use_triton(grad_THe) and selected_TP is None:
+        *saved, sinks_H = ctx.saved_tensors
+        if use_triton(grad_THe) and ctx.selection is None and saved[0].shape[-1] <= MAX_HEAD_DIM:
             dq, dk, dv, delta_TH = launch_backward(grad_THe, tuple(saved), ctx.batch, ctx.params)
         else:
             dq, dk, dv, delta_TH = reference_attention_backward(
-                grad_THe, tuple(saved), ctx.batch.spans, ctx.params, selected_TP
+                grad_THe, tuple(saved), ctx.batch.spans, ctx.params, ctx.selection
             )
         dsinks_H = None if sinks_H is None else compute_sink_grad(sinks_H, saved[4], delta_TH)
         return dq, dk, dv, dsinks_H, None, None, None

@@ -1,6 +1,7 @@
 """Spans of batch-invariant attention: which keys the queries of a call attend to.
 
-Shapes: N spans, T queries, K keys of all spans concatenated, I tiles of queries, m queries of a tile.
+Shapes: N spans, T queries, X groups of heads that select U units of keys, K keys of all spans concatenated, I tiles of
+queries, m queries of a tile.
 """
 
 from __future__ import annotations
@@ -64,6 +65,16 @@ def build_paged_spans(
     offset_K = np.arange(int(keys_B.sum())) - start_B[owner_K]
     row_K = block_table_BM[owner_K, offset_K // page_size] * page_size + offset_K % page_size
     return AttentionSpans(counts_B.cumsum() - counts_B, counts_B, start_B, keys_B, row_K, ends_T)
+
+
+class Selection(NamedTuple):
+    """What queries attend to of their spans: units of ``size`` consecutive positions, [T, X, U].
+
+    X is the number of key-value heads, or 1 if all select alike. A query still sees no later position.
+    """
+
+    units_TXU: Tensor
+    size: int
 
 
 class QueryTiles(NamedTuple):

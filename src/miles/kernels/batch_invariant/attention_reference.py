@@ -24,6 +24,7 @@ from miles.kernels.attention.params import AttentionParams
 from miles.kernels.batch_invariant.attention_metadata import (
     AttentionSpans,
     QueryTiles,
+    Selection,
     build_query_tiles,
     first_visible,
 )
@@ -55,11 +56,11 @@ def reference_attention(
     spans: AttentionSpans,
     params: AttentionParams,
     sinks_H: Tensor | None = None,
-    selected_TP: Tensor | None = None,
+    selection: Selection | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query, [T, H, e], and its log-sum-exp, [T, H].
 
-    With ``selected_TP`` a query attends only to these positions of its span; P is a whole number of blocks.
+    With a ``selection`` a query attends only to these positions of its span.
     """
     wide = torch.promote_types(q_THd.dtype, torch.float32)
     heads, groups, values = q_THd.shape[1], k_SGd.shape[1], v_SGe.shape[2]
@@ -69,7 +70,7 @@ def reference_attention(
     row_K = None if spans.row_K is None else _to_device(spans.row_K, q_THd)
     for first in range(0, len(tiles.end_I), _TILES_AT_ONCE):
         tiles_b = _select_tiles(tiles, first)
-        state, token_bm, head_bm = _attend_tiles(q_THd, k_SGd, v_SGe, row_K, tiles_b, params, wide, selected_TP)
+        state, token_bm, head_bm = _attend_tiles(q_THd, k_SGd, v_SGe, row_K, tiles_b, params, wide, selection)
         max_bm1, sum_bm1, out_bmE = state
         if sinks_H is not None:
             sum_bm1 = sum_bm1 + _exp_tiles(sinks_H.to(wide)[head_bm].unsqueeze(-1) - max_bm1)
@@ -100,7 +101,7 @@ def _attend_tiles(
     tiles_b: QueryTiles,
     params: AttentionParams,
     wide: torch.dtype,
-    selected_TP: Tensor | None,
+    selection: Selection | None,
 ) -> tuple[SoftmaxState, Tensor, Tensor]:
     """The state of these tiles after all their keys; the queries' tokens and heads."""
     token_bm, head_bm, low_bm, high_bm = (
@@ -124,8 +125,8 @@ def _attend_tiles(
             hidden_bmn = key_n > high_bm1
             if low_bm1 is not None:
                 hidden_bmn |= key_n < low_bm1
-            if selected_TP is not None:
-                hidden_bmn |= ~selected_TP[:, keys_AN : keys_AN + BLOCK][token_bm]
+            if selection is not None:
+                hidden_bmn |= ~_read_selection(selection, key_n, token_bm, group_b1)
             # Contiguous: some libraries are many times slower with a transposed operand.
             dot_bmn = matmul_tiles(q_bmD, keys.gather(row_bn, group_b1).mT.contiguous())
             chunk_state = _attend_block(
@@ -135,6 +136,14 @@ def _attend_tiles(
         state = chunk_state if state is None else _merge_states(state, chunk_state)
     assert state is not None
     return state, token_bm, head_bm
+
+
+def _read_selection(selection: Selection, key_n: Tensor, token_bm: Tensor, group_b1: Tensor) -> Tensor:
+    """Whether the queries of these tiles select each of these positions, [b, m, n]."""
+    units_TXU, size = selection
+    unit_n = torch.div(key_n, size, rounding_mode="floor").clamp_(max=units_TXU.shape[2] - 1)
+    group_b1 = group_b1 if units_TXU.shape[1] > 1 else torch.zeros_like(group_b1)
+    return units_TXU.index_select(2, unit_n)[token_bm, group_b1]
 
 
 class _RowGatherer:
@@ -242,7 +251,7 @@ def reference_attention_backward(
     saved: tuple[Tensor, ...],
     spans: AttentionSpans,
     params: AttentionParams,
-    selected_TP: Tensor | None = None,
+    selection: Selection | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, and the dot products of gradient and output, [T, H].
 
@@ -267,9 +276,12 @@ def reference_attention_backward(
             rows = _to_device(spans.first_N[span_A][:, None] + np.arange(lo, hi), q_THd)
             keys_AN = _to_device(spans.start_N[span_A][:, None] + np.arange(begin, end), q_THd)
             query_tensors = tuple(x[rows].to(wide) for x in (grad_THe, q_THd, lse_TH, delta_TH))
-            selected_AQN = None if selected_TP is None else selected_TP[rows, begin:end]
+            selected_AQXN = None
+            if selection is not None:
+                unit_N = torch.arange(begin, end, device=q_THd.device).div_(selection.size, rounding_mode="floor")
+                selected_AQXN = selection.units_TXU[rows].index_select(3, unit_N)
             dq[rows], dk_AN, dv_AN = _slice_backward(
-                query_tensors, k_SGd[keys_AN].to(wide), v_SGe[keys_AN].to(wide), visible, params, selected_AQN
+                query_tensors, k_SGd[keys_AN].to(wide), v_SGe[keys_AN].to(wide), visible, params, selected_AQXN
             )
             dk[keys_AN] += dk_AN
             dv[keys_AN] += dv_AN
@@ -295,7 +307,7 @@ def _slice_backward(
     v_ANGe: Tensor,
     visible: Tensor,
     params: AttentionParams,
-    selected_AQN: Tensor | None,
+    selected_AQXN: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Some queries of spans of equal size, and all keys they see; ``seen`` are the first and last of each."""
     groups, queries = k_ANGd.shape[2], visible.shape[1]
@@ -306,8 +318,8 @@ def _slice_backward(
     offset_N = torch.arange(k_ANGd.shape[1], device=k_ANGd.device)
     score_AGRN = _scores(q @ k_AGNd.mT, params)
     hidden = (offset_N < low_R1) | (offset_N > high_R1)
-    if selected_AQN is not None:
-        hidden = hidden | ~selected_AQN.repeat(1, queries_per_kv, 1).unsqueeze(1)
+    if selected_AQXN is not None:
+        hidden = hidden | ~selected_AQXN.transpose(1, 2).repeat(1, 1, queries_per_kv, 1)
     p_AGRN = (score_AGRN - lse[..., None]).exp_().masked_fill_(hidden, 0.0)
     ds_AGRN = p_AGRN * (grad @ v_AGNe.mT - delta[..., None])
     if params.softcap is not None:

@@ -58,6 +58,19 @@ def softmax(x_D: Tensor) -> Tensor:
     return exp_D / tree_sum(exp_D)
 
 
+def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors, added one after the other."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def weighted_sum(weights_XN: Tensor, x_XND: Tensor) -> Tensor:
+    """The sum over N of rows times their weights, [X, D], one product and one sum at a time."""
+    return sum_in_order([w_X1 * x_XD for w_X1, x_XD in zip(weights_XN.split(1, -1), x_XND.unbind(-2), strict=True)])
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype to accumulate in: float32, or wider if the input is."""
     return torch.promote_types(dtype, torch.float32)

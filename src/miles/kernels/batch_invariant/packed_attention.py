@@ -12,14 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from miles.kernels.attention.compressed import CompressorInputs
 from miles.kernels.attention.gather_rows import RowGather, gather_rows
 from miles.kernels.attention.indexer_replay import IndexerSelections
-from miles.kernels.attention.params import AttentionInputs, BlockIndexerInputs, IndexerInputs
+from miles.kernels.attention.params import AttentionInputs
 from miles.kernels.attention.tree import Segment
 from miles.kernels.attention.varlen import FreshRecurrentState
 from miles.kernels.batch_invariant.attention import span_attention
-from miles.kernels.batch_invariant.attention_metadata import AttentionSpans, SpanBatch, build_packed_spans
-from miles.kernels.batch_invariant.dsa_indexer import replay_tokens, select_tokens
+from miles.kernels.batch_invariant.attention_metadata import (
+    AttentionSpans,
+    Selection,
+    SpanBatch,
+    build_packed_spans,
+)
+from miles.kernels.batch_invariant.compressed_attention import CompressedLayers
+from miles.kernels.batch_invariant.dsa_indexer import SparseIndexer, replay_tokens, select_tokens
 from miles.kernels.runtime.kv_cache import Ints
 
 
@@ -36,7 +43,12 @@ class _SpanBackend:
         if spans.ends_T is not None:
             self._causal = SpanBatch(replace(spans, ends_T=None))
         self._gather = gather
-        self._selections: dict[int, Tensor | None] = {}
+        self._selections: dict[int, Selection | None] = {}
+        self._compressed = CompressedLayers(self._causal.spans)
+
+    def drop_selection(self, layer: int) -> None:
+        """Free what the indexer of a layer selected, once its backward is done."""
+        self._selections.pop(layer, None)
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         q_THd, k_MGd, v_MGe, params, sinks_H, index = inputs
@@ -47,22 +59,30 @@ class _SpanBackend:
         if self._gather is not None:
             k_MGd, v_MGe = gather_rows(k_MGd, self._gather), gather_rows(v_MGe, self._gather)
         batch = self._causal if params.ignores_spans else self._batch
-        assert not isinstance(index, BlockIndexerInputs), "block-sparse attention is not batch-invariant"
-        selected_TP = None if index is None else self._select_tokens(layer, index)
-        return span_attention(q_THd, k_MGd, v_MGe, batch, params, sinks_H, selected_TP)
+        selection = None if index is None else self._select_tokens(layer, index)
+        return span_attention(q_THd, k_MGd, v_MGe, batch, params, sinks_H, selection)
 
-    def _select_tokens(self, layer: int, index: IndexerInputs | int) -> Tensor | None:
+    def attend_compressed(self, layer: int, inputs: AttentionInputs, compressor: CompressorInputs) -> Tensor:
+        """Attend to a window of tokens and to compressed keys."""
+        total = self._batch.spans.queries
+        assert len(inputs.q_THd) == total, f"got {len(inputs.q_THd)} queries for spans of {total} in all"
+        k_M1d, states_Mx = inputs.k_TGd, compressor.states_Tx
+        if self._gather is not None:
+            k_M1d, states_Mx = gather_rows(k_M1d, self._gather), gather_rows(states_Mx, self._gather)
+        return self._compressed.attend(inputs._replace(k_TGd=k_M1d), states_Mx, compressor)
+
+    def _select_tokens(self, layer: int, index: SparseIndexer | int) -> Selection | None:
         """What an indexer selects of each query's positions; a layer that is recomputed selects the same."""
-        if isinstance(index, IndexerInputs):
-            keys_Md = index.k_Td
-            if self._gather is not None:
-                keys_Md = gather_rows(keys_Md.unsqueeze(1), self._gather).squeeze(1)
-            selected_TP = select_tokens(index, keys_Md, self._batch.spans)
-            if self._replay is not None:
-                selected_TP = replay_tokens(self._replay, layer, selected_TP, self._batch.spans, index)
-            self._selections[layer] = selected_TP
-            return self._selections[layer]
-        return self._selections[index]
+        if isinstance(index, int):
+            return self._selections[index]
+        keys_Mx = index.k_Td
+        if self._gather is not None:
+            keys_Mx = gather_rows(keys_Mx.unsqueeze(1), self._gather).squeeze(1)
+        selection = select_tokens(index, keys_Mx, self._batch.spans)
+        if self._replay is not None:
+            selection = replay_tokens(self._replay, layer, selection, self._batch.spans, index)
+        self._selections[layer] = selection
+        return selection
 
     def recurrent_state(self, layer: int) -> FreshRecurrentState:
         raise AssertionError(f"layer {layer} is recurrent, which tree attention does not support")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from miles.kernels.batch_invariant.activation import softplus
 from miles.kernels.batch_invariant.elementwise import accumulation_dtype, sigmoid, softmax
 from miles.kernels.runtime.triton_compat import (
     device_guard,
@@ -44,24 +45,29 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, kind: str) -> Tensor:
         wide_TE = logits_TE.to(accumulation_dtype(logits_TE.dtype))
-        scores_TE = softmax(wide_TE) if kind == "softmax" else sigmoid(wide_TE)
+        if kind == "sqrtsoftplus":
+            scores_TE = softplus(wide_TE).sqrt()
+        else:
+            scores_TE = softmax(wide_TE) if kind == "softmax" else sigmoid(wide_TE)
         ctx.kind, ctx.dtype = kind, logits_TE.dtype
-        ctx.save_for_backward(scores_TE)
+        ctx.save_for_backward(scores_TE, logits_TE if kind == "sqrtsoftplus" else None)
         return scores_TE
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (scores_TE,) = ctx.saved_tensors
+        scores_TE, logits_TE = ctx.saved_tensors
         if ctx.kind == "softmax":
             grad_logits_TE = scores_TE * (grad_TE - (scores_TE * grad_TE).sum(-1, keepdim=True))
+        elif ctx.kind == "sqrtsoftplus":
+            grad_logits_TE = grad_TE * logits_TE.to(grad_TE.dtype).sigmoid() / (2 * scores_TE)
         else:
             grad_logits_TE = grad_TE * scores_TE * (1 - scores_TE)
         return grad_logits_TE.to(ctx.dtype), None
 
 
 def compute_scores(logits_TE: Tensor, kind: str) -> Tensor:
-    """The softmax of each row, or the sigmoid of each element, in float32 at least."""
+    """The softmax of each row, or the sigmoid of each element or the root of its softplus, in float32 at least."""
     return _Scores.apply(logits_TE, kind)  # pyright: ignore[reportReturnType]
 
 

@@ -135,7 +135,7 @@ def sparsify_gates(gate_RI: Tensor, sparsity: float) -> Tensor:
     """
     mean_R1 = gate_RI.mean(-1, keepdim=True)
     deviation_R1 = gate_RI.std(-1, keepdim=True, correction=0)
-    return (gate_RI - (mean_R1 + deviation_R1 * _quantile(sparsity))).relu()
+    return (gate_RI - (mean_R1 + deviation_R1 * find_quantile(sparsity))).relu()
 
 
 def sparsify_sharded_gates(
@@ -146,11 +146,11 @@ def sparsify_sharded_gates(
     sums_R2 = torch.stack((wide_RI.sum(-1), wide_RI.square().sum(-1)), -1)
     mean_R1, square_R1 = (all_reduce(sums_R2) / channels).split(1, -1)
     deviation_R1 = (square_R1 - mean_R1.square()).clamp(min=0).sqrt()
-    return (gate_RI - (mean_R1 + deviation_R1 * _quantile(sparsity)).to(gate_RI.dtype)).relu()
+    return (gate_RI - (mean_R1 + deviation_R1 * find_quantile(sparsity)).to(gate_RI.dtype)).relu()
 
 
 @cache
-def _quantile(order: float) -> float:
+def find_quantile(order: float) -> float:
     return NormalDist().inv_cdf(order)
 
 

@@ -1,7 +1,7 @@
 """Causal depthwise conv1d within each sequence of a packed batch.
 
-Shapes: T tokens, C channels, K taps, k = K - 1 earlier inputs, B sequences, L = T + B * k: each sequence's tokens after
-its k earlier inputs.
+Shapes: T tokens, C channels, K taps, k earlier inputs (K - 1 times the dilation), B sequences, L = T + B * k: each
+sequence's tokens after its k earlier inputs.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ def causal_conv1d(
     state_BCk: Tensor | None,
     *,
     numerics: Numerics,
+    dilation: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """Each token's weighted sum of itself (the last tap) and the k inputs before it, and the new state.
 
     ``state_BCk`` are the last k inputs of earlier tokens, zeros before the first; None: all sequences start here and no
-    state is returned.
+    state is returned. Taps are ``dilation`` inputs apart.
     """
     assert len(x_TC) == sum(lengths), f"got {len(x_TC)} tokens for sequences of {sum(lengths)} in all"
-    earlier = weight_CK.shape[1] - 1
+    earlier = (weight_CK.shape[1] - 1) * dilation
     if state_BCk is not None and is_decode_step(lengths, len(x_TC)):
-        window_BCK = torch.cat((state_BCk, x_TC.unsqueeze(-1)), -1)
-        out_BC = _sum_taps(window_BCK.unbind(-1), weight_CK, bias_C, numerics)
-        return out_BC.to(x_TC.dtype), window_BCK[..., 1:]
-    index_T, head_X, tail_X = _build_indices(tuple(lengths), earlier, x_TC.device)
+        window_BCx = torch.cat((state_BCk, x_TC.unsqueeze(-1)), -1)
+        out_BC = _sum_taps(window_BCx.unbind(-1)[::dilation], weight_CK, bias_C, numerics)
+        return out_BC.to(x_TC.dtype), window_BCx[..., 1:]
+    index_T, head_X, tail_X = build_row_indices(tuple(lengths), earlier, x_TC.device)
     rows_LC = x_TC.new_zeros(len(x_TC) + len(lengths) * earlier, x_TC.shape[1]).index_copy_(0, index_T, x_TC)
     tail_BCk = None
     if state_BCk is not None:
         rows_LC.index_copy_(0, head_X, state_BCk.to(x_TC.dtype).transpose(1, 2).flatten(0, 1))
         tail_BCk = rows_LC.index_select(0, tail_X).unflatten(0, (len(lengths), earlier)).transpose(1, 2).contiguous()
     count = len(rows_LC) - earlier
-    out_LC = _sum_taps([rows_LC[j : j + count] for j in range(earlier + 1)], weight_CK, bias_C, numerics)
+    out_LC = _sum_taps([rows_LC[j : j + count] for j in range(0, earlier + 1, dilation)], weight_CK, bias_C, numerics)
     return out_LC.index_select(0, index_T - earlier).to(x_TC.dtype), tail_BCk
 
 
@@ -61,7 +62,7 @@ def _sum_taps(inputs_C: Sequence[Tensor], weight_CK: Tensor, bias_C: Tensor | No
 
 
 @lru_cache(maxsize=16)
-def _build_indices(lengths: tuple[int, ...], earlier: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def build_row_indices(lengths: tuple[int, ...], earlier: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Which of the L rows are tokens, which are earlier inputs, and which are each sequence's last ones."""
     length_B = np.asarray(lengths, dtype=np.int64)
     end_B = np.cumsum(length_B + earlier)

@@ -193,7 +193,7 @@ class PagedKVCache:
         """Copy whole pages of all layers, all at once: a target may be another copy's source."""
         source, target = torch.from_numpy(np.stack((sources, targets))).to(self._device)
         for tensor in self._tensors:
-            tensor[:, target] = tensor[:, source]
+            tensor.index_copy_(1, target, tensor.index_select(1, source))
 
 
 # -- recurrent states ---------------------------------------------------------------------------------

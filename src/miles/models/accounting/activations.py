@@ -21,13 +21,13 @@ from miles.models.accounting.quantize_workspace import quantize_workspace_bytes
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.lora.targets import LoraSpec
 from miles.models.quantization import quantizes_layer
+from miles.models.residual_spec import GatedResidualSpec, HyperConnectionSpec, NgramSpec
 from miles.models.spec import (
     AttentionSpec,
     CompressedAttentionSpec,
     CompressorSpec,
     DecoderSpec,
     GatedDeltaNetSpec,
-    HyperConnectionSpec,
     KimiDeltaSpec,
     LayerSpec,
     MambaSpec,
@@ -35,6 +35,8 @@ from miles.models.spec import (
     MlaSpec,
     MlpSpec,
     MoeSpec,
+    RecurrentMixer,
+    RelativeAttentionSpec,
     ShortConvSpec,
 )
 from miles.precision.formats import QuantizationSpec
@@ -45,6 +47,15 @@ RecomputeMode = Literal["none", "selective", "full"]
 # half precision on an accelerator they are twice as many, and the gradients are half as wide: the same.)
 _LOGITS = {False: 1 << 24, True: 1 << 27}
 _LOGIT_COPIES = 3
+
+
+class ContextScan(NamedTuple):
+    """How recurrent layers scan under context parallelism: each of ``ranks`` the whole sequences, or its own chunks of
+    ``chunk`` tokens.
+    """
+
+    ranks: int = 1
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +123,17 @@ class _SavedBytes:
     def _attention_output(self, heads: int, width: int) -> float:
         return self.numbers(width) + 4.0 * heads
 
+    def relative_attention(self, spec: RelativeAttentionSpec) -> float:
+        """The output of the projection, keys and values convolved, queries and keys normalized, the bias's weights."""
+        queries, keys = spec.num_heads * spec.head_dim, spec.kv_channels // 2
+        between = 0 if self.fused or self.frozen else queries + keys
+        total = self.numbers(2 * queries + 5 * keys + between + spec.num_heads * spec.rank)
+        return total + self.conv(spec.kv_channels) + self._attention_output(spec.num_heads, queries)
+
+    def conv(self, channels: int) -> float:
+        """The input of a convolution, in float32, once for all of its taps."""
+        return 4.0 * channels
+
     def mla(self, spec: MlaSpec) -> float:
         queries, values = spec.num_heads * spec.head_dim, spec.num_heads * spec.value_dim
         total = self.norm(spec.kv_rank) + self.numbers(spec.rope_dim)
@@ -169,6 +191,42 @@ class _SavedBytes:
         """The projection, the convolution's input and output, and the gated output."""
         return self.numbers(6 * spec.channels)
 
+    def context_scan(self, mixer: Mixer, scan: ContextScan) -> float:
+        """Per token of a rank what context parallelism adds to a recurrent layer: other ranks' tokens, or states."""
+        if isinstance(mixer, RecurrentMixer):
+            return (scan.ranks - 1) * self._scan(mixer) if scan.chunk is None else self._handed_on(mixer, scan)
+        return 0.0
+
+    def _scan(self, mixer: RecurrentMixer) -> float:
+        """What a layer saves without its projections, gate and norm."""
+        match mixer:
+            case GatedDeltaNetSpec():
+                keys, values = mixer.key_heads * mixer.key_dim, mixer.value_heads * mixer.value_dim
+                return self.delta(mixer) - self.numbers(2 * keys + 3 * values) - 4.0 * 3 * values
+            case KimiDeltaSpec():
+                inner = mixer.num_heads * mixer.head_dim
+                return self.kda(mixer) - self.numbers(4 * inner + 2 * mixer.head_dim) - 4.0 * 3 * inner
+            case MambaSpec():
+                inner, both = mixer.num_heads * mixer.head_dim, mixer.groups * mixer.state_dim
+                return self.mamba(mixer) - self.numbers(3 * inner + 2 * both) - 4.0 * 4 * inner
+            case ShortConvSpec():
+                return self.numbers(2 * mixer.channels)
+
+    def _handed_on(self, mixer: RecurrentMixer, scan: ContextScan) -> float:
+        """The columns by which outputs depend on the state before a chunk, and the states of all ranks' chunks."""
+        assert scan.chunk is not None
+        copies = (2 * scan.ranks + 4) / scan.chunk
+        match mixer:
+            case GatedDeltaNetSpec():
+                keys = mixer.value_heads * mixer.key_dim
+                return 4.0 * keys * (5 + copies * (mixer.key_dim + mixer.value_dim))
+            case KimiDeltaSpec():
+                return 4.0 * mixer.num_heads * mixer.head_dim * (5 + copies * 2 * mixer.head_dim)
+            case MambaSpec():
+                return 4.0 * mixer.num_heads * mixer.head_dim * (2 + copies * mixer.state_dim)
+            case ShortConvSpec():
+                return 0.0
+
     def mlp(self, spec: MlpSpec) -> float:
         return self.numbers(self._inner(spec))
 
@@ -185,6 +243,8 @@ class _SavedBytes:
         total = spec.experts_per_token * (rows + 8 * 5) + 4.0 * spec.num_experts
         if spec.shared is not None:
             total += self.mlp(spec.shared) + (self.numbers(width) if spec.shared_gate else 0)
+        if spec.weighed_shared:  # what each computes, once more when weighed, and the weights
+            total += spec.weighed_shared * (self.numbers(self._inner(spec) + spec.size) + 4.0 * 5)
         if spec.beside_mlp:
             # The norms in front of the router, twice scaled, and of the experts, and those behind both branches.
             total += self.numbers(2 * width) + self.norm(width) + 2 * self.post_norm(width)
@@ -199,6 +259,16 @@ class _SavedBytes:
         weights = spec.num_weights * (4.0 if self.size == 4 else 4.0 + self.size)
         return self.numbers((spec.streams + 1) * width) + weights
 
+    def gated_residual(self, spec: GatedResidualSpec, width: int) -> float:
+        """The streams, what is read of them, the output that joins them and its weights."""
+        return self.numbers((spec.streams + 2) * width + spec.streams)
+
+    def ngram(self, spec: NgramSpec, streams: int, width: int) -> float:
+        """Embeddings and their rows; keys, queries and what is convolved, with their norms; gates and values."""
+        wide = 4.0 * 4 * streams * width if self.size < 4 else 0.0
+        kept = 8 if self.frozen else 11
+        return self.numbers(spec.dim + width + kept * streams * width + 6 * streams) + 8.0 * len(spec.head_sizes) + wide
+
     def altup(self, streams: int, rank: int, width: int) -> float:
         """The streams as they come, predicted and corrected; two routers, the change, and the learned residual."""
         routers = 4 * width + streams**2 + 3 * streams
@@ -208,6 +278,8 @@ class _SavedBytes:
         match mixer:
             case AttentionSpec():
                 return self.attention(mixer)
+            case RelativeAttentionSpec():
+                return self.relative_attention(mixer)
             case MlaSpec():
                 return self.mla(mixer)
             case CompressedAttentionSpec():
@@ -223,15 +295,25 @@ class _SavedBytes:
 
     def layer(self, layer: LayerSpec, width: int) -> float:
         total = self.per_layer_input(layer.per_layer_size, width) if layer.per_layer_size else 0.0
-        total += 0.0 if layer.hyper is None else 2 * self.hyper_connection(layer.hyper, width)
+        if isinstance(layer.hyper, GatedResidualSpec):
+            total += 2 * self.gated_residual(layer.hyper, width)
+            total += 0.0 if layer.ngram is None else self.ngram(layer.ngram, layer.hyper.streams, width)
+        elif layer.hyper is not None:
+            total += 2 * self.hyper_connection(layer.hyper, width)
         if layer.altup is not None:
             total += self.altup(layer.altup.streams, layer.laurel_rank, width)
         if layer.mixer is not None:
-            total += self.norm(width) + (self.post_norm(width) if layer.post_norms else 0.0)
-            total += self.mixer(layer.mixer)
+            total += self.norm(width) if layer.has_norms else 0.0
+            total += self.mixer(layer.mixer) + (self.post_norm(width) if layer.post_norms else 0.0)
         if layer.ffn is not None:
-            total += self.norm(width) + (self.post_norm(width) if layer.post_norms else 0.0)
+            total += self.norm(width) if layer.has_norms else 0.0
+            total += self.post_norm(width) if layer.post_norms else 0.0
             total += self.mlp(layer.ffn) if isinstance(layer.ffn, MlpSpec) else self.moe(layer.ffn, width)
+            is_scaled = isinstance(layer.ffn, MlpSpec) and layer.ffn.learned_scale
+            total += self.numbers(width) if is_scaled else 0.0
+        if layer.output_kernel:
+            parts = sum(part is not None for part in (layer.mixer, layer.ffn))
+            total += parts * self.conv(width)
         return total
 
 
@@ -246,7 +328,7 @@ def layer_bytes(
 ) -> float:
     """Compute what layer ``index`` saves per token; ``size`` is the bytes of a value. Under ``lora`` it is frozen."""
     setting = _list_settings(spec, lora)[index]
-    return _layer_bytes(setting, spec, size, fused, sequence)
+    return _layer_bytes(setting, spec, size, fused, sequence, ContextScan())
 
 
 class _LayerSetting(NamedTuple):
@@ -268,11 +350,15 @@ def _list_settings(spec: DecoderSpec, lora: LoraSpec | None) -> list[_LayerSetti
     return settings
 
 
-def _layer_bytes(setting: _LayerSetting, spec: DecoderSpec, size: int, fused: bool, sequence: int) -> float:
+def _layer_bytes(
+    setting: _LayerSetting, spec: DecoderSpec, size: int, fused: bool, sequence: int, scan: ContextScan
+) -> float:
     layer, quantization, adapters = setting
     is_frozen = adapters is not None
     count = _SavedBytes(size=size, fused=fused, offset=spec.norm_offset != 0, sequence=sequence, frozen=is_frozen)
     total = count.layer(layer, spec.hidden_size)
+    if layer.mixer is not None and scan.ranks > 1:
+        total += count.context_scan(layer.mixer, scan)
     total += saved_input_bytes(layer, spec.hidden_size, size=size, quantization=quantization, adapters=adapters)
     total += 0 if adapters is None else size * adapters.extra
     is_packed = quantization is not None and quantization.packed
@@ -283,7 +369,11 @@ def _layer_bytes(setting: _LayerSetting, spec: DecoderSpec, size: int, fused: bo
 
 
 def stream_bytes(spec: DecoderSpec, size: int) -> float:
-    """Compute what the decoder saves per token to split the embedding into residual streams and to join them."""
+    """Compute what the decoder saves per token to normalize the embedding, to split it into residual streams and to
+    join them.
+    """
+    if spec.embedding_norm:
+        return 2.0 * size * spec.hidden_size
     if spec.altup is None:
         return 0.0
     others = spec.altup.streams - 1
@@ -308,6 +398,10 @@ def _mixer_outputs(mixer: Mixer | None, width: int) -> _Outputs:
             keys = 0 if mixer.kv_source is not None else keys
             linear = queries * (2 if mixer.gated else 1) + keys * (1 if mixer.value_from_key else 2) + width
             linear += mixer.num_heads if mixer.head_gate else 0
+            return _Outputs(queries, linear, 0.0, 4.0 * mixer.num_heads)
+        case RelativeAttentionSpec():
+            queries = mixer.num_heads * mixer.head_dim
+            linear = queries + mixer.kv_channels + mixer.num_heads * mixer.rank + width
             return _Outputs(queries, linear, 0.0, 4.0 * mixer.num_heads)
         case MlaSpec():
             linear = (mixer.query_rank or 0) + mixer.num_heads * mixer.head_dim + mixer.kv_rank + mixer.rope_dim
@@ -340,6 +434,7 @@ def _ffn_outputs(ffn: MlpSpec | MoeSpec | None, width: int) -> _Outputs:
     if isinstance(ffn, MlpSpec):
         return _Outputs(linear=inner + width)
     linear = ffn.latent + width if ffn.latent else 0
+    linear += ffn.weighed_shared * (inner + width)
     if ffn.shared is not None:
         linear += ffn.shared.size * (2 if ffn.shared.gated else 1) + width + (1 if ffn.shared_gate else 0)
     return _Outputs(ffn.num_experts, linear, ffn.experts_per_token * (inner + (ffn.latent or width)))
@@ -379,22 +474,24 @@ def activation_bytes(
     sequence: int = 1,
     lora: LoraSpec | None = None,
     experts: int = 1,
+    scan: ContextScan = ContextScan(),  # noqa: B008 (immutable)
 ) -> int:
     """Compute the peak of a step besides weights, gradients and optimizer, with ``tokens`` in a rank's micro-batch.
 
     Under ``full`` recomputation (also ``checkpointing``) a layer saves only its input, and one layer at a time is
     recomputed; ``selective`` also saves attention and matmul outputs. If only the ``first`` layers are recomputed, the
     others save everything. Sequence parallelism shards the residual stream over ``sequence`` ranks. With ``lora`` only
-    its adapters are trained. ``experts`` ranks share the experts of a layer.
+    its adapters are trained. ``experts`` ranks share the experts of a layer. ``scan`` is
+    what context ranks scan of recurrent layers.
     """
     mode: RecomputeMode = "full" if checkpointing else recompute
     settings = _list_settings(spec, lora)
-    layers = {setting: _layer_bytes(setting, spec, size, fused, sequence) for setting in set(settings)}
+    layers = {setting: _layer_bytes(setting, spec, size, fused, sequence, scan) for setting in set(settings)}
     largest = max(layers.values())
     recomputed = 0 if mode == "none" else len(settings) if first is None else min(first, len(settings))
     saved = sum(layers[setting] for setting in settings[recomputed:])
     if recomputed:
-        streams = 1 if spec.altup is None else spec.altup.streams
+        streams = spec.streams if spec.altup is None else spec.altup.streams
         saved += recomputed * streams * spec.hidden_size * size / sequence + largest
         selective = settings[:recomputed] if mode == "selective" else []
         saved += sum(_matmul_output_bytes(setting, spec.hidden_size, size, fused) for setting in selective)

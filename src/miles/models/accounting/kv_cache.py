@@ -8,12 +8,15 @@ from miles.kernels.numerics import Numerics
 from miles.models.spec import (
     AttentionSpec,
     CompressedAttentionSpec,
+    DecoderSpec,
     GatedDeltaNetSpec,
     KimiDeltaSpec,
     MambaSpec,
     Mixer,
     MlaSpec,
+    RelativeAttentionSpec,
     ShortConvSpec,
+    output_conv_state,
 )
 
 
@@ -63,6 +66,8 @@ def cache_layout(mixer: Mixer | None, numerics: Numerics) -> PerTokenCache | Per
                 value_dim=mixer.head_dim,
                 index_dim=0 if mixer.indexer is None else mixer.indexer.head_dim,
             )
+        case RelativeAttentionSpec():  # and, beside it, the state of a convolution (``list_states``)
+            return PerTokenCache(heads=mixer.num_kv_heads, key_dim=mixer.head_dim, value_dim=mixer.head_dim)
         case MlaSpec():
             return _lay_out_mla(mixer, numerics)
         case CompressedAttentionSpec():  # the state of a token is kept where an indexer's key is
@@ -83,6 +88,39 @@ def cache_layout(mixer: Mixer | None, numerics: Numerics) -> PerTokenCache | Per
             return PerSequenceState(shapes=((channels, mixer.kernel - 1), state), wide=(False, True))
         case ShortConvSpec():
             return PerSequenceState(shapes=((mixer.channels, mixer.kernel - 1),), wide=(False,))
+
+
+def list_states(spec: DecoderSpec, numerics: Numerics) -> dict[int, PerSequenceState]:
+    """Return the recurrent states of a sequence by their numbers: those of layers, and behind them of convolutions of
+    their outputs and of n-gram embeddings.
+    """
+    states: dict[int, PerSequenceState] = {}
+    for i, layer in enumerate(spec.layers):
+        layout = cache_layout(layer.mixer, numerics)
+        if isinstance(layout, PerSequenceState):
+            states[i] = layout
+        elif isinstance(layer.mixer, RelativeAttentionSpec):
+            states[i] = _conv_state(layer.mixer.kv_channels, layer.mixer.kernel)
+        if layer.output_kernel:
+            state = _conv_state(spec.hidden_size, layer.output_kernel)
+            states |= {output_conv_state(spec, i, "mixer"): state} if layer.mixer is not None else {}
+            states |= {output_conv_state(spec, i, "ffn"): state} if layer.ffn is not None else {}
+        if layer.ngram is not None:
+            inputs = (spec.streams * spec.hidden_size, layer.ngram.reach)
+            # The ids of tokens are kept as float32, which has all those of a vocabulary.
+            shapes = (inputs, (layer.ngram.order - 1,))
+            states[ngram_state_key(spec, i)] = PerSequenceState(shapes=shapes, wide=(False, True))
+    return states
+
+
+def ngram_state_key(spec: DecoderSpec, layer: int) -> int:
+    """Return the key of the state of a layer's n-gram embeddings, behind those of output convolutions."""
+    return 3 * spec.num_layers + layer
+
+
+def _conv_state(channels: int, kernel: int) -> PerSequenceState:
+    """The last inputs of a convolution."""
+    return PerSequenceState(shapes=((channels, kernel - 1),), wide=(False,))
 
 
 def _lay_out_mla(mixer: MlaSpec, numerics: Numerics) -> PerTokenCache:

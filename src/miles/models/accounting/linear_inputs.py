@@ -23,6 +23,8 @@ from miles.models.spec import (
     MlaSpec,
     MlpSpec,
     MoeSpec,
+    RecurrentMixer,
+    RelativeAttentionSpec,
     ShortConvSpec,
 )
 from miles.precision.formats import QuantizationSpec
@@ -104,6 +106,9 @@ def _list_mixer_inputs(mixer: Mixer | None, width: int) -> Iterator[LinearInput]
             yield LinearInput(("attention.qkv", *gate), width)
             queries = mixer.num_heads * mixer.head_dim
             yield LinearInput(("attention.output",), queries, is_saved=not (mixer.gated or mixer.head_gate))
+        case RelativeAttentionSpec():
+            yield LinearInput(("relative.qkv", "relative.relative"), width)
+            yield LinearInput(("relative.output",), mixer.num_heads * mixer.head_dim, is_saved=True)
         case MlaSpec():
             first = "mla.q" if mixer.query_rank is None else "mla.q_a"
             yield LinearInput((first, "mla.kv_a"), width)
@@ -117,6 +122,14 @@ def _list_mixer_inputs(mixer: Mixer | None, width: int) -> Iterator[LinearInput]
             yield LinearInput(("compressed.q_b",), mixer.query_rank)
             yield LinearInput(("compressed.output_groups",), mixer.num_heads * mixer.head_dim)
             yield LinearInput(("compressed.output",), mixer.output_groups * mixer.output_rank)
+        case None:
+            pass
+        case _:
+            yield from _list_recurrent_inputs(mixer, width)
+
+
+def _list_recurrent_inputs(mixer: RecurrentMixer, width: int) -> Iterator[LinearInput]:
+    match mixer:
         case GatedDeltaNetSpec():
             yield LinearInput(("delta.qkvz", "delta.ba"), width)
             yield LinearInput(("delta.output",), mixer.value_heads * mixer.value_dim)
@@ -131,8 +144,6 @@ def _list_mixer_inputs(mixer: Mixer | None, width: int) -> Iterator[LinearInput]
         case ShortConvSpec():
             yield LinearInput(("short_conv.input",), width)
             yield LinearInput(("short_conv.output",), mixer.channels)
-        case None:
-            pass
 
 
 def _list_moe_inputs(ffn: MoeSpec, width: int) -> Iterator[LinearInput]:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import prod
 
 from miles.kernels.numerics import FAST, Numerics
-from miles.models.accounting.kv_cache import PerSequenceState, PerTokenCache, cache_layout
+from miles.models.accounting.kv_cache import PerTokenCache, cache_layout, list_states
 from miles.models.checkpoint.hf_names import HF_NAMES
 from miles.models.checkpoint.param_map import (
     build_layer_map,
@@ -20,9 +20,10 @@ from miles.models.checkpoint.param_slices import ModuleNames
 from miles.models.checkpoint.vision_names import map_vision
 from miles.models.families.registry import find_family
 from miles.models.hf_adapter.spec import HfAdapterSpec
-from miles.models.optim_groups import TRAINED_VISION, FrozenVision
+from miles.models.optim_groups import TRAINED_VISION, FrozenVision, is_muon_param, is_untrained_param
 from miles.models.parallel.tp_sharding import shard_spec
 from miles.models.quantization import find_quantized_layer, fused_segments, quantizes_layer
+from miles.models.residual_spec import HyperConnectionSpec
 from miles.models.spec import (
     AttentionSpec,
     CompressedAttentionSpec,
@@ -34,6 +35,9 @@ from miles.models.spec import (
     Mixer,
     MlaSpec,
     MoeSpec,
+    PoolIndexerSpec,
+    RecurrentMixer,
+    RelativeAttentionSpec,
     ShortConvSpec,
 )
 from miles.models.vision.spec import VisionSpec
@@ -51,12 +55,21 @@ _MASTER_BYTES = 4
 
 # Parameters with one expert per row of dimension 0.
 _EXPERTS = frozenset(f".moe.{name}" for name in ("gate_up", "up", "down", "gate_up_bias", "down_bias"))
+# Stacked experts that every token uses.
+_SHARED = ".moe.shared_experts."
 # Matrices that are added to values.
-_ADDED = (".indexer.pool_bias", ".position_bias")
-# A table of integers.
+_ADDED = (".indexer.pool_bias", ".position_bias", ".relative.profiles")
+# Tables that are looked up: one of integers, and one of n-grams.
 _TABLE = ".moe.expert_table"
-# Parameters that are not sharded.
-_SHORT = frozenset({".moe.correction", _TABLE})
+_TABLES = (_TABLE, ".ngram.table.weight")
+# Parameters that are not sharded, and the bytes of a value of these, whatever the model's dtype.
+_FIXED_BYTES = {
+    ".moe.correction": 4,
+    _TABLE: 8,
+    ".ngram.multipliers": 8,
+    ".ngram.sizes": 8,
+    ".ngram.offsets": 8,
+}
 
 # 8-bit optimizer state: values that share a scale, and the smallest parameter that is quantized.
 _QUANTIZED_BLOCK = 256
@@ -65,11 +78,15 @@ _QUANTIZED_SMALLEST = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """Parameters of a layer: all, those of its routed experts, and those used in matmuls, experts excluded."""
+    """Parameters of a layer: all, those of its routed experts, those used in matmuls, experts excluded, and those that
+    are not trained; and by the bytes of a value those whose dtype is not the model's.
+    """
 
     total: int
     routed: int
     matmul: int
+    untrained: int
+    fixed: tuple[tuple[int, int], ...]
 
 
 @lru_cache(maxsize=256)
@@ -82,8 +99,13 @@ def _layer_size(layer: LayerSpec, width: int, family: str) -> _Size:
         matmul=sum(
             prod(shape)
             for name, shape in shapes.items()
-            if len(shape) == 2 and name not in _EXPERTS and name != _TABLE and not name.endswith(_ADDED)
+            if (len(shape) == 2 or name.startswith(_SHARED))
+            and name not in _EXPERTS
+            and name not in _TABLES
+            and not name.endswith(_ADDED)
         ),
+        untrained=sum(prod(shape) for name, shape in shapes.items() if is_untrained_param(name)),
+        fixed=tuple((prod(shape), _FIXED_BYTES[name]) for name, shape in shapes.items() if name in _FIXED_BYTES),
     )
 
 
@@ -99,7 +121,7 @@ def _active_fraction(layer: LayerSpec) -> float:
 
 
 def _vocabulary(spec: DecoderSpec) -> int:
-    return spec.vocab_size * spec.hidden_size
+    return spec.vocab_rows * spec.hidden_size
 
 
 @lru_cache(maxsize=64)
@@ -121,7 +143,8 @@ def parameter_count(spec: DecoderSpec) -> int:
     if isinstance(spec, HfAdapterSpec):
         return spec.parameters
     layers = sum(_layer_size(layer, spec.hidden_size, spec.family).total for layer in spec.layers)
-    text = layers + spec.hidden_size + _vocabulary(spec) * (1 if spec.tie_embeddings else 2)
+    norms = spec.hidden_size * (int(spec.has_final_norm) + int(spec.embedding_norm))
+    text = layers + norms + _vocabulary(spec) * (1 if spec.tie_embeddings else 2)
     return text + sum(map(prod, _per_layer_shapes(spec).values())) + vision_parameter_count(spec)
 
 
@@ -135,19 +158,39 @@ def _per_layer_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
 
 
 def active_parameter_count(spec: DecoderSpec) -> int:
-    """Count the parameters used per token of text: of the routed experts only the selected ones."""
+    """Count the parameters used per token of text: of the routed experts only the selected ones, no n-gram tables."""
     if isinstance(spec, HfAdapterSpec):
         return spec.active
     idle = (
         _layer_size(layer, spec.hidden_size, spec.family).routed * (1 - _active_fraction(layer))
         for layer in spec.layers
     )
-    return parameter_count(spec) - vision_parameter_count(spec) - round(sum(idle))
+    return parameter_count(spec) - vision_parameter_count(spec) - ngram_table_size(spec) - round(sum(idle))
+
+
+def ngram_table_size(spec: DecoderSpec) -> int:
+    """Count the values in tables of n-gram embeddings, of which a token reads few rows."""
+    tables = (layer.ngram for layer in spec.layers if layer.ngram is not None)
+    return sum(ngram.rows * ngram.dim // len(ngram.head_sizes) for ngram in tables)
+
+
+def trained_parameter_count(spec: DecoderSpec) -> int:
+    """Count the parameters that have a gradient: not correction biases of routers, indexers and fixed scales."""
+    if isinstance(spec, HfAdapterSpec):
+        return spec.parameters
+    untrained = sum(_layer_size(layer, spec.hidden_size, spec.family).untrained for layer in spec.layers)
+    if spec.vision is not None:
+        shapes = _vision_shapes(spec.vision, spec.hidden_size, spec.family)
+        untrained += sum(prod(shape) for name, shape in shapes.items() if is_untrained_param(name))
+    return parameter_count(spec) - untrained
 
 
 def weight_bytes(spec: DecoderSpec, dtype: str) -> int:
     """Compute the size of the weights in memory or on disk."""
-    return parameter_count(spec) * BYTES[dtype]
+    size = BYTES[dtype]
+    layers = () if isinstance(spec, HfAdapterSpec) else spec.layers
+    fixed = (pair for layer in layers for pair in _layer_size(layer, spec.hidden_size, spec.family).fixed)
+    return parameter_count(spec) * size + sum(count * (each - size) for count, each in fixed)
 
 
 def packed_weight_bytes(spec: DecoderSpec, dtype: str) -> int:
@@ -179,12 +222,12 @@ def _packed_saving(layer: LayerSpec, width: int, family: str, quantization: Quan
 
 def gradient_bytes(spec: DecoderSpec, dtype: str) -> int:
     """Compute the size of the gradients, accumulated in float32 whatever the weights are."""
-    return parameter_count(spec) * max(4, BYTES[dtype])
+    return trained_parameter_count(spec) * max(4, BYTES[dtype])
 
 
 def optimizer_bytes(spec: DecoderSpec, dtype: str) -> int:
     """Compute the size of Adam's state: two float32 moments, and float32 master weights for low-precision weights."""
-    return parameter_count(spec) * (_MOMENT_BYTES + (_MASTER_BYTES if BYTES[dtype] < 4 else 0))
+    return trained_parameter_count(spec) * (_MOMENT_BYTES + (_MASTER_BYTES if BYTES[dtype] < 4 else 0))
 
 
 # -- sharded over ranks ---------------------------------------------------------------------
@@ -218,12 +261,17 @@ class ShardingDegrees:
 
 @dataclass(frozen=True, slots=True)
 class RankParam:
-    """Values of one parameter on the rank that holds the most, and its size when all-gathered."""
+    """Values of one parameter on the rank that holds the most, and its size when all-gathered.
+
+    ``size`` are the bytes of a value where they do not follow from the model's dtype.
+    """
 
     name: str
     count: int
     gathered: int
     axes: int
+    trained: bool = True
+    size: int | None = None
 
 
 def list_rank_params(spec: DecoderSpec, degrees: ShardingDegrees) -> tuple[RankParam, ...]:
@@ -231,8 +279,12 @@ def list_rank_params(spec: DecoderSpec, degrees: ShardingDegrees) -> tuple[RankP
     if isinstance(spec, HfAdapterSpec):
         return (RankParam("", -(-spec.parameters // degrees.pieces), spec.parameters, 2),)
     small = shard_spec(spec, degrees.tensor)
-    vocabulary = (small.vocab_size, small.hidden_size)
-    shapes = {"embedding.weight": vocabulary, "norm.weight": (small.hidden_size,), **_per_layer_shapes(small)}
+    vocabulary = (small.vocab_rows, small.hidden_size)
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": vocabulary, **_per_layer_shapes(small)}
+    if small.has_final_norm:
+        shapes["norm.weight"] = (small.hidden_size,)
+    if small.embedding_norm:
+        shapes["embedding_norm.weight"] = (small.hidden_size,)
     if not small.tie_embeddings:
         shapes["lm_head.weight"] = vocabulary
     if small.vision is not None:
@@ -240,7 +292,7 @@ def list_rank_params(spec: DecoderSpec, degrees: ShardingDegrees) -> tuple[RankP
     outer = tuple(_rank_param(name, shape, degrees) for name, shape in shapes.items())
     experts = small if degrees.expert_tensor is None else shard_spec(spec, degrees.expert_tensor)
     return outer + tuple(
-        RankParam(f"layers.{i}{param.name}", param.count, param.gathered, param.axes)
+        replace(param, name=f"layers.{i}{param.name}")
         for i, (layer, expert_layer) in enumerate(zip(small.layers, experts.layers, strict=True))
         for param in _layer_rank_params(layer, expert_layer, small.hidden_size, small.family, degrees)
     )
@@ -261,16 +313,16 @@ def _rank_param(name: str, shape: tuple[int, ...], degrees: ShardingDegrees) -> 
         shape, world = (-(-shape[0] // degrees.expert), *shape[1:]), degrees.expert_pieces
         # Whole experts, or their rows if those divide evenly and experts do not.
         dim = 1 if shape[0] % world and shape[1] % world == 0 else 0
-    gathered = prod(shape)
-    if name in _SHORT:
-        return RankParam(name, gathered, gathered, len(shape))
-    return RankParam(name, gathered // shape[dim] * -(-shape[dim] // world), gathered, len(shape))
+    gathered, trained = prod(shape), not is_untrained_param(name)
+    if name in _FIXED_BYTES:
+        return RankParam(name, gathered, gathered, len(shape), trained, _FIXED_BYTES[name])
+    return RankParam(name, gathered // shape[dim] * -(-shape[dim] // world), gathered, len(shape), trained)
 
 
 def rank_bytes(spec: DecoderSpec, degrees: ShardingDegrees, dtype: str, *, trained: bool = True) -> int:
     """Compute the parameters of a rank: float32 if FSDP shards them and they are trained, else ``dtype``."""
     size = 4 if degrees.is_sharded and trained else BYTES[dtype]
-    return sum(param.count for param in list_rank_params(spec, degrees)) * size
+    return sum(param.count * (param.size or size) for param in list_rank_params(spec, degrees))
 
 
 def rank_gradient_bytes(
@@ -283,7 +335,7 @@ def rank_gradient_bytes(
 def _list_trained(spec: DecoderSpec, degrees: ShardingDegrees, frozen_vision: FrozenVision) -> list[RankParam]:
     params = list_rank_params(spec, degrees)
     frozen = frozen_vision.select(param.name for param in params)
-    return [param for param in params if param.name not in frozen]
+    return [param for param in params if param.trained and param.name not in frozen]
 
 
 def rank_optimizer_bytes(
@@ -295,16 +347,21 @@ def rank_optimizer_bytes(
     optimizer: str = "adam",
     frozen_vision: FrozenVision = TRAINED_VISION,
 ) -> int:
-    """Compute two moments per value of a rank, or one for matrices inside layers under Muon; and master weights.
+    """Compute two moments per value of a rank, or one for the matrices that Muon updates; and master weights.
 
     Parameters that are float32 need no master weights.
     """
     total = 0
     for param in _list_trained(spec, degrees, frozen_vision):
-        within = param.name.startswith("layers.") and param.axes > 1 and not param.name.endswith("bias")
-        total += (1 if optimizer == "muon" and within else 2) * moment_bytes(param.count, moments)
+        total += optimizer_state_bytes(param, moments=moments, optimizer=optimizer)
         total += 0 if degrees.is_sharded or BYTES[dtype] >= 4 else _MASTER_BYTES * param.count
     return total
+
+
+def optimizer_state_bytes(param: RankParam, *, moments: str, optimizer: str) -> int:
+    """Compute the moments of one parameter, without master weights."""
+    is_muon = optimizer == "muon" and is_muon_param(param.name, param.axes)
+    return (1 if is_muon else 2) * moment_bytes(param.count, moments)
 
 
 def moment_bytes(count: int, form: str) -> int:
@@ -346,11 +403,9 @@ def kv_bytes_per_token(spec: DecoderSpec, dtype: str, numerics: Numerics) -> int
 
 def state_bytes_per_sequence(spec: DecoderSpec, dtype: str) -> int:
     """Compute the recurrent-state bytes of one sequence, whatever its length."""
-    layouts = (cache_layout(layer.mixer, FAST) for layer in spec.layers)  # a state is the same in all numerics
     return sum(
         prod(shape) * (4 if wide else BYTES[dtype])
-        for layout in layouts
-        if isinstance(layout, PerSequenceState)
+        for layout in list_states(spec, FAST).values()  # a state is the same in all numerics
         for shape, wide in zip(layout.shapes, layout.wide, strict=True)
     )
 
@@ -363,7 +418,7 @@ def forward_flops_per_token(spec: DecoderSpec, context: float = 0.0) -> float:
     outer = (
         prod(shape)
         for name, shape in _per_layer_shapes(spec).items()
-        if "projection" in name or name == "hyper_head.fn"
+        if "projection" in name or (name.startswith("hyper_head.") and len(shape) == 2)
     )
     matmul = float(_vocabulary(spec) + sum(outer))
     attention = 0.0
@@ -371,8 +426,10 @@ def forward_flops_per_token(spec: DecoderSpec, context: float = 0.0) -> float:
         matmul = float(spec.active - (0 if spec.tie_embeddings else _vocabulary(spec)))
     for layer in spec.layers:
         attention += _mixer_flops(layer.mixer, context)
-        if layer.hyper is not None:  # streams are mixed twice
+        if isinstance(layer.hyper, HyperConnectionSpec):  # streams are mixed twice
             attention += 4.0 * layer.hyper.streams**2 * spec.hidden_size
+        if layer.ngram is not None:
+            attention += 2.0 * layer.ngram.kernel * spec.streams * spec.hidden_size
         attention += 0.0 if layer.altup is None else _altup_flops(layer.altup.streams, spec.hidden_size)
         if not isinstance(spec, HfAdapterSpec):
             size = _layer_size(layer, spec.hidden_size, spec.family)
@@ -389,12 +446,10 @@ def _mixer_flops(mixer: Mixer | None, context: float) -> float:
     """Compute the FLOPs of a token attending to earlier tokens."""
     match mixer:
         case AttentionSpec():
-            visible = min(context, mixer.window or context, mixer.chunk or context)
-            scored = 0.0
-            if mixer.indexer is not None:
-                visible = min(visible, mixer.indexer.top * mixer.indexer.block)
-                scored = 2.0 * context * mixer.num_kv_heads * mixer.indexer.head_dim
-            return 4.0 * visible * mixer.num_heads * mixer.head_dim + scored
+            return _attention_flops(mixer, context)
+        case RelativeAttentionSpec():  # the bias of every distance is computed, of which some are used
+            visible = min(context, mixer.window or context)
+            return mixer.num_heads * (4.0 * visible * mixer.head_dim + 2.0 * mixer.rank * mixer.extent)
         case MlaSpec():
             index = mixer.indexer
             visible = context if index is None else min(context, index.top + index.pool - 1)
@@ -404,6 +459,15 @@ def _mixer_flops(mixer: Mixer | None, context: float) -> float:
             return 2.0 * visible * mixer.num_heads * (mixer.head_dim + mixer.value_dim) + scored
         case CompressedAttentionSpec():
             return _compressed_attention_flops(mixer, context)
+        case None:
+            return 0.0
+        case _:
+            return _recurrent_flops(mixer)
+
+
+def _recurrent_flops(mixer: RecurrentMixer) -> float:
+    """Compute the FLOPs that update and read a token's recurrent state."""
+    match mixer:
         case GatedDeltaNetSpec():
             within = 4.0 * mixer.key_heads * mixer.key_dim + 2.0 * mixer.value_heads * mixer.value_dim
             return 6.0 * mixer.value_heads * mixer.key_dim * mixer.value_dim + within * CHUNK
@@ -414,8 +478,21 @@ def _mixer_flops(mixer: Mixer | None, context: float) -> float:
         case MambaSpec():
             within = 2.0 * (mixer.groups * mixer.state_dim + mixer.num_heads * mixer.head_dim)
             return 4.0 * mixer.num_heads * mixer.head_dim * mixer.state_dim + within * CHUNK
-        case ShortConvSpec() | None:
+        case ShortConvSpec():
             return 0.0
+
+
+def _attention_flops(mixer: AttentionSpec, context: float) -> float:
+    """Compute the FLOPs of a token attending to earlier ones, or to those that an indexer selects."""
+    visible = min(context, mixer.window or context, mixer.chunk or context)
+    scored = 0.0
+    if isinstance(index := mixer.indexer, PoolIndexerSpec):
+        visible = min(visible, index.top + index.pool - 1)
+        scored = 2.0 * context / index.pool * index.num_heads * index.head_dim
+    elif index is not None:
+        visible = min(visible, index.top * index.block)
+        scored = 2.0 * context * mixer.num_kv_heads * index.head_dim
+    return 4.0 * visible * mixer.num_heads * mixer.head_dim + scored
 
 
 def _compressed_attention_flops(mixer: CompressedAttentionSpec, context: float) -> float:

@@ -28,15 +28,17 @@ from miles.models.accounting.params import (
     BYTES,
     active_parameter_count,
     forward_flops_per_token,
+    ngram_table_size,
     packed_weight_bytes,
     parameter_count,
     state_bytes_per_sequence,
     vision_parameter_count,
     weight_bytes,
 )
-from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec
+from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec, PoolIndexerSpec, RelativeAttentionSpec
 
 Bound = Literal["compute", "memory", "link"]
+_Counted = AttentionSpec | MlaSpec | RelativeAttentionSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +176,9 @@ class EngineSide:
 
     @cached_property
     def _unread(self) -> float:
-        """Bytes of weights that decoding does not read: an embedding that is no head too, and a vision tower."""
+        """Bytes of weights that decoding does not read: embeddings that are no head too, and a vision tower."""
         embedding = 0 if self.spec.tie_embeddings else self.spec.vocab_size * self.spec.hidden_size
+        embedding += ngram_table_size(self.spec)
         return float((embedding + vision_parameter_count(self.spec)) * BYTES[self.dtype])
 
     @cached_property
@@ -190,7 +193,7 @@ class EngineSide:
             layout = cache_layout(layer.mixer, self.numerics)
             if isinstance(layout, PerTokenCache):
                 # Of compressed attention all is counted: the states of tokens, though only their windows are read.
-                seen = _count_visible(layer.mixer) if isinstance(layer.mixer, AttentionSpec | MlaSpec) else inf
+                seen = _count_visible(layer.mixer) if isinstance(layer.mixer, _Counted) else inf
                 size = layout.bytes_per_token(BYTES[self.dtype], self.numerics)
                 sizes[seen] = sizes.get(seen, 0.0) + size
         return tuple(sizes.items())
@@ -205,7 +208,8 @@ class EngineSide:
         share = 0.0 if moe is None else moe.experts_per_token / moe.num_experts
         if not 0 < share < 1:
             return 0.0, 0.0
-        return (parameter_count(self.spec) - active_parameter_count(self.spec)) / (1 - share), share
+        idle = parameter_count(self.spec) - active_parameter_count(self.spec) - ngram_table_size(self.spec)
+        return idle / (1 - share), share
 
     def weight_bytes_per_step(self, rows: float) -> float:
         """Return the weight bytes that a step with so many rows reads: few rows need few experts."""
@@ -262,7 +266,7 @@ class TrainSide:
         layers = forward - 2.0 * spec.vocab_size * spec.hidden_size
         flops = forward * (1 + self.backward) + layers * self.recompute if trained else forward
         passes = 1 + self.backward if trained else 1.0
-        read = weight_bytes(spec, self.dtype) * passes
+        read = (weight_bytes(spec, self.dtype) - ngram_table_size(spec) * BYTES[self.dtype]) * passes
         return Work(workload.train_tokens * flops / self.devices, read / self.devices)
 
 
@@ -374,9 +378,15 @@ def _list_segments(workload: StepWorkload) -> Iterator[_Segment]:
             start = length
 
 
-def _count_visible(mixer: AttentionSpec | MlaSpec) -> float:
+def _count_visible(mixer: _Counted) -> float:
     """Return how many earlier tokens a layer reads at most."""
+    if isinstance(mixer, RelativeAttentionSpec):
+        return float(mixer.window or inf)
     if isinstance(mixer, AttentionSpec):
-        selected = inf if mixer.indexer is None else mixer.indexer.top * mixer.indexer.block
+        selected: float = inf
+        if isinstance(mixer.indexer, PoolIndexerSpec):
+            selected = mixer.indexer.top + mixer.indexer.pool - 1
+        elif mixer.indexer is not None:
+            selected = mixer.indexer.top * mixer.indexer.block
         return float(min(mixer.window or inf, mixer.chunk or inf, selected))
     return inf if mixer.indexer is None else float(mixer.indexer.top)

@@ -30,6 +30,7 @@ from miles.models.hf_adapter import checkpoint as hf_adapter
 from miles.models.hf_adapter.decoder import HfDecoder
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.layers.moe import MoeMlp
+from miles.models.layers.ngram_embedding import NGRAM_CONSTANTS, NgramEmbedding
 from miles.models.layers.norm import RMSNorm
 from miles.models.lora.layout import build_factor_map
 from miles.models.quantization import plan_quantization
@@ -272,6 +273,8 @@ def _init_param(name: str, module: nn.Module, shape: torch.Size, generator: torc
         return torch.full(shape, -math.inf if name.endswith("min") else math.inf)
     if name == "expert_table":
         return _deal_experts(module, shape)
+    if isinstance(module, NgramEmbedding) and name in NGRAM_CONSTANTS:
+        return module.constants()[name]
     if name.endswith("bias") or name in ("sinks", "correction"):
         return torch.zeros(shape)
     if len(shape) == 1 and name != "class_token":

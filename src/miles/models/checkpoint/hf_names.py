@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from miles.models.checkpoint.param_slices import HfSlice, ModuleNames, ParamMap, concat_slices
+from miles.models.residual_spec import GatedResidualSpec, NgramSpec
 from miles.models.spec import (
     AttentionSpec,
+    BlockIndexerSpec,
     CompressedAttentionSpec,
     CompressorSpec,
     GatedDeltaNetSpec,
@@ -20,6 +22,8 @@ from miles.models.spec import (
     MlaSpec,
     MlpSpec,
     MoeSpec,
+    PoolIndexerSpec,
+    RelativeAttentionSpec,
     ShortConvSpec,
 )
 
@@ -28,15 +32,32 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "embedding": "model.embed_tokens",
         "layer": "model.layers.{}",
         "norm": "model.norm",
+        "embedding_norm": "model.embed_norm",
         "lm_head": "lm_head",
         "attention_norm": "input_layernorm",
         "attention_post_norm": "post_attention_layernorm",
         "mlp_norm": "post_attention_layernorm",
         "mlp_post_norm": "post_feedforward_layernorm",
+        "attention_conv": "attn_sconv.conv1d",
+        "mlp_conv": "mlp_sconv.conv1d",
         "output_scale": "layer_scalar",
         "attention_hyper": "hc_attn",
         "mlp_hyper": "hc_ffn",
         "hyper_head": "hc_head",
+        "hyper_norm": "hc_norm",
+        "hyper_down": "input_mix_weight_down",
+        "hyper_up": "input_mix_weight_up",
+        "hyper_inject": "block_inject_weight",
+        "ngram": "ple",
+        "ngram_table": "ple_embedding.ngram_embedding.shard_{}",
+        "ngram_multipliers": "ple_embedding.layer_multipliers",
+        "ngram_sizes": "ple_embedding.ngram_heads_vocab_sizes",
+        "ngram_offsets": "ple_embedding.ngram_heads_offsets",
+        "ngram_key": "key_proj",
+        "ngram_value": "value_proj",
+        "ngram_key_norm": "norm_key",
+        "ngram_query_norm": "norm_query",
+        "ngram_conv_norm": "norm_conv",
         "per_layer_gate": "per_layer_input_gate",
         "per_layer_projection": "per_layer_projection",
         "per_layer_norm": "post_per_layer_input_norm",
@@ -57,6 +78,7 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "laurel_norm": "post_laurel_norm",
         # mixers
         "attention": "self_attn",
+        "relative": "self_attn",
         "mla": "self_attn",
         "compressed": "attn",
         "delta": "linear_attn",
@@ -71,6 +93,10 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "k_norm": "k_norm",
         "sinks": "sinks",
         "head_gate": "g_proj",
+        "relative_weights": "r_proj",
+        "k_conv": "k_sconv.conv1d",
+        "v_conv": "v_sconv.conv1d",
+        "profiles": "rel_logits_proj.proj",
         "q_a": "q_a_proj",
         "q_a_norm": "q_a_layernorm",
         "q_b": "q_b_proj",
@@ -92,6 +118,9 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "compressor_gate": "wgate",
         "compressor_bias": "ape",
         "compressor_norm": "norm",
+        "pool_index_qk": "index_qk_proj",
+        "pool_index_q_norm": "q_layernorm",
+        "pool_index_k_norm": "k_layernorm",
         "block_indexer": "",
         "block_index_q": "index_q_proj",
         "block_index_k": "index_k_proj",
@@ -122,6 +151,7 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "recurrent_out": "out_proj",
         # feed-forward
         "mlp": "mlp",
+        "mlp_scale": "global_scale",
         "gate": "gate_proj",
         "up": "up_proj",
         "down": "down_proj",
@@ -141,6 +171,10 @@ HF_NAMES: Mapping[str, str] = MappingProxyType(
         "experts_down_bias": "experts.down_proj_bias",
         "shared": "shared_experts",
         "shared_gate": "shared_expert_gate",
+        "weighed_gate": "shared_experts.gate_proj",
+        "weighed_up": "shared_experts.up_proj",
+        "weighed_down": "shared_experts.down_proj",
+        "router_factor": "gate.global_scale",
         "router_scale": "router.scale",
         "expert_scale": "router.per_expert_scale",
         "expert_norm": "pre_feedforward_layernorm_2",
@@ -168,15 +202,37 @@ def map_attention(spec: AttentionSpec, width: int, module: ModuleNames) -> Param
         params |= module.linear("gate", {"head_gate": spec.num_heads}, width, bias=False)
     if spec.sinks:
         params |= module.tensor("sinks", "sinks", (spec.num_heads,), suffix="")
-    if spec.indexer is not None:
-        params |= _map_block_indexer(spec, width, module.submodule("indexer", "block_indexer"))
+    if isinstance(spec.indexer, PoolIndexerSpec):
+        params |= _map_pool_indexer(spec.indexer, width, module.submodule("indexer", "indexer"))
+    elif spec.indexer is not None:
+        own = module.submodule("indexer", "block_indexer")
+        params |= _map_block_indexer(spec.indexer, spec.num_kv_heads, width, own)
     return params
 
 
-def _map_block_indexer(spec: AttentionSpec, width: int, module: ModuleNames) -> ParamMap:
-    assert spec.indexer is not None
-    channels = spec.indexer.head_dim
-    params = module.linear("q", {"block_index_q": spec.num_kv_heads * channels}, width, bias=False)
+def map_relative_attention(spec: RelativeAttentionSpec, width: int, module: ModuleNames) -> ParamMap:
+    """Attention with a relative position bias: one convolution of keys and values, which a checkpoint has apart."""
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    params = module.linear("qkv", {"q": queries, "k": keys, "v": keys}, width, bias=False)
+    params |= module.linear("relative", {"relative_weights": spec.num_heads * spec.rank}, width, bias=False)
+    shape = (keys, 1, spec.kernel)
+    params[f"{module.prefix}.kv_conv.conv"] = concat_slices(*((module.hf_name(f"{x}_conv"), shape) for x in "kv"))
+    for name in ("q_norm", "k_norm"):
+        params |= module.tensor(f"{name}.weight", name, (spec.head_dim,))
+    params |= module.tensor("profiles", "profiles", (spec.rank, spec.extent), suffix="")
+    return params | module.linear("output", {"o": width}, queries, bias=False)
+
+
+def _map_pool_indexer(spec: PoolIndexerSpec, width: int, module: ModuleNames) -> ParamMap:
+    params = module.linear("qk", {"pool_index_qk": (spec.num_heads + 1) * spec.head_dim}, width, bias=False)
+    for name in ("q_norm", "k_norm"):
+        params |= module.tensor(f"{name}.weight", f"pool_index_{name}", (spec.head_dim,))
+    return params
+
+
+def _map_block_indexer(spec: BlockIndexerSpec, kv_heads: int, width: int, module: ModuleNames) -> ParamMap:
+    channels = spec.head_dim
+    params = module.linear("q", {"block_index_q": kv_heads * channels}, width, bias=False)
     params |= module.linear("k", {"block_index_k": channels}, width, bias=False)
     for name in ("q_norm", "k_norm"):
         params |= module.tensor(f"{name}.weight", f"block_index_{name}", (channels,))
@@ -325,11 +381,37 @@ def map_laurel(rank: int, width: int, module: ModuleNames) -> ParamMap:
     return params | module.tensor("norm.weight", "laurel_norm", (width,))
 
 
+def map_gated_residual(spec: GatedResidualSpec, width: int, module: ModuleNames, *, writes: bool = True) -> ParamMap:
+    """Gated hyper-connections: the norm of the streams, two projections of gates, and the weights to write."""
+    streams = spec.streams * width
+    params = module.tensor("norm.weight", "hyper_norm", (streams,))
+    params |= module.tensor("down", "hyper_down", (spec.rank, streams))
+    params |= module.tensor("up", "hyper_up", (streams, spec.rank))
+    return params | (module.tensor("inject", "hyper_inject", (spec.streams, streams)) if writes else {})
+
+
+def map_ngram(spec: NgramSpec, streams: int, width: int, module: ModuleNames) -> ParamMap:
+    """N-gram embeddings: a table in shards of equal size, the constants of the hash, projections and a convolution."""
+    heads, channels = len(spec.head_sizes), streams * width
+    rows = -(-spec.rows // spec.shards)
+    sizes = [min(rows, spec.rows - start) for start in range(0, spec.rows, rows)]
+    table = ((module.hf_name("ngram_table").format(i), (size, spec.dim // heads)) for i, size in enumerate(sizes))
+    params: ParamMap = {f"{module.prefix}.table.weight": concat_slices(*table)}
+    for name, size in {"multipliers": spec.order, "sizes": heads, "offsets": heads}.items():
+        params |= module.tensor(name, f"ngram_{name}", (size,), suffix="", integer=True)
+    params |= module.linear("key", {"ngram_key": channels}, spec.dim, bias=False)
+    params |= module.linear("value", {"ngram_value": width}, spec.dim, bias=False)
+    for name in ("key_norm", "query_norm", "conv_norm"):
+        params |= module.tensor(f"{name}.weight", f"ngram_{name}", (channels,))
+    return params | module.tensor("conv", "conv", (channels, 1, spec.kernel))
+
+
 def map_mlp(spec: MlpSpec, width: int, module: ModuleNames) -> ParamMap:
     """MLP: gate and up are one projection."""
     rows = {"gate": spec.size, "up": spec.size} if spec.gated else {"up": spec.size}
     first = module.linear("gate_up" if spec.gated else "up", rows, width, bias=spec.bias, fused="gate_up")
-    return first | module.linear("down", {"down": width}, spec.size, bias=spec.bias)
+    params = first | module.linear("down", {"down": width}, spec.size, bias=spec.bias)
+    return params | (module.tensor("scale", "mlp_scale", (1,), suffix="") if spec.learned_scale else {})
 
 
 def map_moe(spec: MoeSpec, width: int, module: ModuleNames) -> ParamMap:
@@ -348,7 +430,10 @@ def map_moe(spec: MoeSpec, width: int, module: ModuleNames) -> ParamMap:
         params |= _map_stacked_experts(spec, name, (count, rows, inner), module)
     else:
         params |= _map_separate_experts(spec, name, inner, module)
-    params |= module.linear("router", {"router": count}, width, bias=spec.router_bias)
+    params |= module.linear("router", {"router": count + spec.weighed_shared}, width, bias=spec.router_bias)
+    if spec.weighed_shared:
+        params |= module.tensor("shared_experts.factor", "router_factor", (1,), suffix="")
+        params |= _map_shared_experts(spec, width, module)
     if spec.latent is not None:
         params |= module.linear("into", {"latent_in": spec.latent}, width, bias=spec.latent_bias)
         params |= module.linear("outof", {"latent_out": width}, spec.latent, bias=spec.latent_bias)
@@ -362,6 +447,19 @@ def map_moe(spec: MoeSpec, width: int, module: ModuleNames) -> ParamMap:
         for name in ("expert_norm", "expert_post_norm", "shared_post_norm"):
             params |= module.tensor(f"{name}.weight", name, (width,))
     return params
+
+
+def _map_shared_experts(spec: MoeSpec, width: int, module: ModuleNames) -> ParamMap:
+    """Shared experts that the router weighs, stacked; gates and ups are one tensor if the family names it."""
+    prefix = f"{module.prefix}.shared_experts"
+    count, size = spec.weighed_shared, spec.size
+    if "weighed_gate_up" in module.names:
+        params = module.tensor("shared_experts.gate_up", "weighed_gate_up", (count, 2 * size, width), suffix="")
+    else:
+        half, parts = (count, size, width), (("weighed_gate", (0, size)), ("weighed_up", (size, 2 * size)))
+        slices = (HfSlice(module.hf_name(key, ""), half, 0, count, matrix_rows=rows) for key, rows in parts)
+        params = {f"{prefix}.gate_up": tuple(slices)}
+    return params | module.tensor("shared_experts.down", "weighed_down", (count, width, size), suffix="")
 
 
 def _map_stacked_experts(spec: MoeSpec, name: str, shape: tuple[int, int, int], module: ModuleNames) -> ParamMap:

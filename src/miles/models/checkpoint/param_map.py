@@ -11,30 +11,34 @@ from miles.models.checkpoint.hf_names import (
     map_attention,
     map_compressed_attention,
     map_gated_deltanet,
+    map_gated_residual,
     map_kimi_delta,
     map_laurel,
     map_mamba,
     map_mla,
     map_mlp,
     map_moe,
+    map_ngram,
+    map_relative_attention,
     map_short_conv,
 )
 from miles.models.checkpoint.param_slices import HfSlice, ModuleNames, ParamMap, concat_slices, param_shape
 from miles.models.checkpoint.vision_names import map_vision
 from miles.models.families.registry import find_family
+from miles.models.residual_spec import GatedResidualSpec, HyperConnectionSpec
 from miles.models.spec import (
     AttentionSpec,
     CompressedAttentionSpec,
     DecoderSpec,
     FeedForward,
     GatedDeltaNetSpec,
-    HyperConnectionSpec,
     KimiDeltaSpec,
     LayerSpec,
     MambaSpec,
     Mixer,
     MlaSpec,
     MlpSpec,
+    RelativeAttentionSpec,
     ShortConvSpec,
 )
 
@@ -53,6 +57,8 @@ def _map_mixer(mixer: Mixer, width: int, layer: ModuleNames) -> ParamMap:
     match mixer:
         case AttentionSpec():
             return map_attention(mixer, width, layer.submodule("attention", "attention"))
+        case RelativeAttentionSpec():
+            return map_relative_attention(mixer, width, layer.submodule("relative", "relative"))
         case MlaSpec():
             return map_mla(mixer, width, layer.submodule("mla", "mla"))
         case CompressedAttentionSpec():
@@ -77,17 +83,18 @@ def build_layer_map(spec: LayerSpec, width: int, layer: ModuleNames) -> ParamMap
     """Map the parameters of one layer, in the decoder's order."""
     params: ParamMap = {}
     if spec.mixer is not None:
-        params |= layer.tensor("attention_norm.weight", "attention_norm", (width,))
+        params |= layer.tensor("attention_norm.weight", "attention_norm", (width,)) if spec.has_norms else {}
         params |= _map_mixer(spec.mixer, width, layer)
+        params |= _map_output_conv(spec, "attention_conv", width, layer)
         if spec.post_norms:
             params |= layer.tensor("attention_post_norm.weight", "attention_post_norm", (width,))
     if spec.ffn is not None:
-        params |= layer.tensor("mlp_norm.weight", "mlp_norm", (width,))
+        params |= layer.tensor("mlp_norm.weight", "mlp_norm", (width,)) if spec.has_norms else {}
         params |= _map_ffn(spec.ffn, width, layer)
+        params |= _map_output_conv(spec, "mlp_conv", width, layer)
         if spec.post_norms:
             params |= layer.tensor("mlp_post_norm.weight", "mlp_post_norm", (width,))
-    if spec.hyper is not None:
-        params |= _map_hyper_connections(spec.hyper, width, layer)
+    params |= _map_streams(spec, width, layer)
     if spec.per_layer_size:
         own = ModuleNames(f"{layer.prefix}.per_layer", layer.hf_prefix, layer.names)
         params |= own.linear("gate", {"per_layer_gate": spec.per_layer_size}, width, bias=False)
@@ -99,6 +106,24 @@ def build_layer_map(spec: LayerSpec, width: int, layer: ModuleNames) -> ParamMap
     if spec.output_scale:
         params |= layer.tensor("output_scale", "output_scale", (1,), suffix="")
     return params
+
+
+def _map_streams(spec: LayerSpec, width: int, layer: ModuleNames) -> ParamMap:
+    """Map what is added to residual streams, and what reads and writes them."""
+    hyper, params = spec.hyper, ParamMap()
+    if spec.ngram is not None and hyper is not None:
+        params |= map_ngram(spec.ngram, hyper.streams, width, layer.submodule("ngram", "ngram"))
+    if isinstance(hyper, GatedResidualSpec):
+        for part in ("attention_hyper", "mlp_hyper"):
+            params |= map_gated_residual(hyper, width, layer.submodule(part, part))
+    elif hyper is not None:
+        params |= _map_hyper_connections(hyper, width, layer)
+    return params
+
+
+def _map_output_conv(spec: LayerSpec, name: str, width: int, layer: ModuleNames) -> ParamMap:
+    """Map the short convolution behind a part of a layer, if there is one."""
+    return layer.tensor(f"{name}.conv", name, (width, 1, spec.output_kernel)) if spec.output_kernel else {}
 
 
 def _map_hyper_connections(spec: HyperConnectionSpec, width: int, layer: ModuleNames) -> ParamMap:
@@ -115,6 +140,9 @@ def _map_hyper_connections(spec: HyperConnectionSpec, width: int, layer: ModuleN
 def map_hyper_head(spec: DecoderSpec, names: Mapping[str, str]) -> ParamMap:
     """Map the weights that join residual streams behind the last layer, if they are learned."""
     hyper = spec.hyper
+    if isinstance(hyper, GatedResidualSpec):
+        own = ModuleNames("hyper_head", names["hyper_head"], names)
+        return map_gated_residual(hyper, spec.hidden_size, own, writes=False)
     if hyper is None or not hyper.learned_join:
         return {}
     shapes = {"fn": (hyper.streams, hyper.streams * spec.hidden_size), "base": (hyper.streams,), "scale": (1,)}
@@ -149,14 +177,17 @@ def map_altup_streams(spec: DecoderSpec, names: Mapping[str, str]) -> ParamMap:
 def build_param_map(spec: DecoderSpec) -> Mapping[str, tuple[HfSlice, ...]]:
     """Map every decoder parameter, in the decoder's order, to the Hugging Face tensors it consists of."""
     names = {**HF_NAMES, **find_family(spec.family).names}
-    vocabulary, width = (spec.vocab_size, spec.hidden_size), spec.hidden_size
+    vocabulary, width = (spec.vocab_rows, spec.hidden_size), spec.hidden_size
     params: ParamMap = {"embedding.weight": concat_slices((f"{names['embedding']}.weight", vocabulary))}
+    if spec.embedding_norm:
+        params["embedding_norm.weight"] = concat_slices((f"{names['embedding_norm']}.weight", (width,)))
     params |= map_per_layer_input(spec, names)
     params |= map_altup_streams(spec, names)
     for i, layer in enumerate(spec.layers):
         params |= build_layer_map(layer, width, ModuleNames(f"layers.{i}", names["layer"].format(i), names))
     params |= map_hyper_head(spec, names)
-    params["norm.weight"] = concat_slices((f"{names['norm']}.weight", (width,)))
+    if spec.has_final_norm:
+        params["norm.weight"] = concat_slices((f"{names['norm']}.weight", (width,)))
     if not spec.tie_embeddings:
         params["lm_head.weight"] = concat_slices((f"{names['lm_head']}.weight", vocabulary))
     if spec.vision is not None:
@@ -167,7 +198,7 @@ def build_param_map(spec: DecoderSpec) -> Mapping[str, tuple[HfSlice, ...]]:
 def map_lm_head(spec: DecoderSpec) -> HfSlice:
     """Return the tensor of the output layer, which a checkpoint of a model with tied embeddings may not have."""
     head = {**HF_NAMES, **find_family(spec.family).names}["lm_head"]
-    return concat_slices((f"{head}.weight", (spec.vocab_size, spec.hidden_size)))[0]
+    return concat_slices((f"{head}.weight", (spec.vocab_rows, spec.hidden_size)))[0]
 
 
 def stacked_expert_names(spec: DecoderSpec) -> Mapping[str, str]:

@@ -9,11 +9,11 @@ from typing import Any
 from miles.kernels.activation_kinds import limited_swiglu
 from miles.models.families.base import ModelFamily
 from miles.models.families.config_reader import ConfigReader
+from miles.models.residual_spec import HyperConnectionSpec
 from miles.models.spec import (
     CompressedAttentionSpec,
     CompressorSpec,
     DecoderSpec,
-    HyperConnectionSpec,
     LayerSpec,
     MlpSpec,
     MoeSpec,

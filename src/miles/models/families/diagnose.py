@@ -9,7 +9,7 @@ from typing import Any
 _ACTIVATIONS = frozenset({"silu", "swish", "gelu_pytorch_tanh", "gelu_tanh", "relu2"})
 _SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 _LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "moe", "mlp"})
-_LAYERS |= {"compressed_sparse_attention", "heavily_compressed_attention"}
+_LAYERS |= {"hybrid", "hybrid_sliding", "compressed_sparse_attention", "heavily_compressed_attention"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,13 @@ _KEYS: tuple[tuple[str, str, bool], ...] = (
     ("index_kpool", "an indexer of pools of tokens", True),
     ("compress_rates", "compressed keys and values beside a window (CSA, HCA)", True),
     ("compress_ratios", "compressed keys and values beside a window (CSA, HCA)", True),
+    ("d_rel", "a relative position bias of attention scores", True),
+    ("sconv_kernel_size", "short convolutions beside attention", True),
     ("o_groups", "an output projection in groups of heads", True),
     ("hc_mult", "hyper-connections", True),
+    ("hc_lowrank", "gated hyper-connections", True),
+    ("ple_layer_ids", "n-gram embeddings", True),
+    ("indexer_compress_ratio", "an indexer of pools of tokens", True),
     ("linear_num_key_heads", "Gated DeltaNet", True),
     ("mamba_num_heads", "Mamba-2", True),
     ("sliding_window", "sliding windows", True),

@@ -15,7 +15,8 @@ from miles.models.families.config_reader import ConfigReader
 from miles.models.families.gemma import NAMES, rope_by_layer_type
 from miles.models.families.gemma4 import is_shared_kv, read_kv_sources
 from miles.models.families.vision_config import read_text_config
-from miles.models.spec import AltUpSpec, AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, PerLayerInputSpec
+from miles.models.residual_spec import AltUpSpec
+from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, PerLayerInputSpec
 
 # transformers' defaults for a config that does not name them.
 _TEXT = {

@@ -11,15 +11,8 @@ from miles.models.families import glm, mla
 from miles.models.families.base import ModelFamily
 from miles.models.families.config_reader import ConfigReader
 from miles.models.families.vision_config import read_text_config
-from miles.models.spec import (
-    DecoderSpec,
-    HyperConnectionSpec,
-    IndexerSpec,
-    KimiDeltaSpec,
-    LayerSpec,
-    MlaSpec,
-    MlpSpec,
-)
+from miles.models.residual_spec import HyperConnectionSpec
+from miles.models.spec import DecoderSpec, IndexerSpec, KimiDeltaSpec, LayerSpec, MlaSpec, MlpSpec
 
 _FAMILY = "glm5_next"
 # transformers' defaults for a config that does not name them.

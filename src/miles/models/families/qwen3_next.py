@@ -49,13 +49,12 @@ _WRAPPED_NAMES = {
 }
 
 
-def _read_mixers(
-    reader: ConfigReader, *, fused: bool, mrope: tuple[int, int, int] | None = None
-) -> tuple[AttentionSpec | GatedDeltaNetSpec, ...]:
+def read_mixer_kinds(
+    reader: ConfigReader, *, fused: bool, mrope: tuple[int, int, int] | None = None, partial: float = _PARTIAL_ROTARY
+) -> tuple[AttentionSpec, GatedDeltaNetSpec, tuple[str, ...]]:
+    """Read both mixers, and the kind of each layer; ``partial`` is the rotated part of a head by default."""
     heads, bias = reader.attention_heads(head_dim=_HEAD_DIM), reader.flag("attention_bias")
-    rope = reader.rope(
-        head_dim=heads["head_dim"], partial=_PARTIAL_ROTARY, mrope=mrope, mrope_interleaved=mrope is not None
-    )
+    rope = reader.rope(head_dim=heads["head_dim"], partial=partial, mrope=mrope, mrope_interleaved=mrope is not None)
     attention = AttentionSpec(**heads, rope=rope, qk_norm="head", qkv_bias=bias, output_bias=bias, gated=True)
     delta = GatedDeltaNetSpec(
         key_heads=reader.positive_int("linear_num_key_heads", _KEY_HEADS),
@@ -73,10 +72,18 @@ def _read_mixers(
     layer_types = reader.layer_types(lambda i: kinds[(i + 1) % every != 0], *kinds)
     reader.require("hidden_act", "silu")
     reader.require("attn_output_gate", True)
+    return attention, delta, layer_types
+
+
+def _read_mixers(
+    reader: ConfigReader, *, fused: bool, mrope: tuple[int, int, int] | None = None
+) -> tuple[AttentionSpec | GatedDeltaNetSpec, ...]:
+    attention, delta, layer_types = read_mixer_kinds(reader, fused=fused, mrope=mrope)
     return tuple(attention if kind == "full_attention" else delta for kind in layer_types)
 
 
-def _read_experts(reader: ConfigReader, *, norm_topk_prob: bool) -> MoeSpec:
+def read_experts(reader: ConfigReader, *, norm_topk_prob: bool) -> MoeSpec:
+    """Read the experts and the shared expert."""
     return MoeSpec(
         **reader.expert_counts("num_experts"),
         size=reader.positive_int("moe_intermediate_size", _EXPERT_SIZE),
@@ -90,7 +97,7 @@ def read_next(config: Mapping[str, Any]) -> DecoderSpec:
     """Qwen3-Next."""
     reader = ConfigReader(config, "qwen3_next")
     common, mixers = reader.common_args(), _read_mixers(reader, fused=True)
-    moe = _read_experts(reader, norm_topk_prob=reader.flag("norm_topk_prob", True))
+    moe = read_experts(reader, norm_topk_prob=reader.flag("norm_topk_prob", True))
     mlp = MlpSpec(size=reader.positive_int("intermediate_size"))
     sparse = reader.sparse_step_layers()
     layers = tuple(LayerSpec(mixer=m, ffn=moe if s else mlp) for m, s in zip(mixers, sparse, strict=True))
@@ -104,7 +111,7 @@ def read_text(
     reader = ConfigReader(config, family)
     common, mixers = reader.common_args(), _read_mixers(reader, fused=False, mrope=mrope)
     if sparse:
-        ffn = _read_experts(reader, norm_topk_prob=True)
+        ffn = read_experts(reader, norm_topk_prob=True)
         reader.require("norm_topk_prob", True)
     else:
         ffn = MlpSpec(size=reader.positive_int("intermediate_size"))

@@ -5,15 +5,17 @@ Shapes: T tokens, D hidden, N residual streams, R rank of the learned residual.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from miles.kernels.batch_invariant.elementwise import map_elements, sum_in_order, tree_sum, weighted_sum
 from miles.kernels.numerics import Numerics
 from miles.models.layers.linear import Linear
 from miles.models.layers.norm import RMSNorm
-from miles.models.spec import AltUpSpec
+from miles.models.residual_spec import AltUpSpec
 
 # Fixed by the architecture: the least mean square that a stream is scaled from.
 _MIN_MEAN_SQUARE = 1e-5
@@ -31,23 +33,34 @@ class AltUpStreams(nn.Module):
         super().__init__()
         factory: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype, "numerics": numerics}
         others = range(1, spec.streams)
+        self.numerics = numerics
         self.projections = nn.ModuleList(Linear(width, width, **factory) for _ in others)
         self.unembed_projections = nn.ModuleList(Linear(width, width, **factory) for _ in others)
 
     def split(self, x_TD: Tensor) -> Tensor:
         """Return the streams of embeddings, [T, N, D]."""
-        others = (_scale_like(projection(x_TD), x_TD) for projection in self.projections)
+        others = (_scale_like(projection(x_TD), x_TD, self.numerics) for projection in self.projections)
         return torch.stack((x_TD, *others), 1)
 
     def join(self, x_TND: Tensor) -> Tensor:
         """Return the mean of the streams, [T, D]."""
         first_TD, *rest = x_TND.unbind(1)
         pairs = zip(self.unembed_projections, rest, strict=True)
-        return torch.stack((first_TD, *(_scale_like(projection(x_TD), first_TD) for projection, x_TD in pairs))).mean(0)
+        others = (_scale_like(projection(x_TD), first_TD, self.numerics) for projection, x_TD in pairs)
+        if self.numerics.batch_invariant:
+            wide = torch.promote_types(first_TD.dtype, torch.float32)
+            total_TD = sum_in_order([x_TD.to(wide) for x_TD in (first_TD, *others)])
+            return (total_TD / x_TND.shape[1]).to(first_TD.dtype)
+        return torch.stack((first_TD, *others)).mean(0)
 
 
-def _scale_like(x_TD: Tensor, like_TD: Tensor) -> Tensor:
+def _scale_like(x_TD: Tensor, like_TD: Tensor, numerics: Numerics) -> Tensor:
     """Scale a stream to the mean square of another."""
+    if numerics.batch_invariant:
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        target_T1, own_T1 = (tree_sum(x.to(wide) * x.to(wide)) / x.shape[-1] for x in (like_TD, x_TD))
+        scale_T1 = target_T1.sqrt() / own_T1.clamp(min=_MIN_MEAN_SQUARE).sqrt()
+        return (x_TD.to(wide) * scale_T1).to(x_TD.dtype)
     target_T1 = like_TD.square().mean(-1, keepdim=True) ** 0.5
     return x_TD * target_T1 / x_TD.square().mean(-1, keepdim=True).clamp(min=_MIN_MEAN_SQUARE).sqrt()
 
@@ -67,7 +80,7 @@ class AltUp(nn.Module):
         numerics: Numerics,
     ) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.numerics = spec, numerics
         factory: dict[str, Any] = {"device": device, "dtype": dtype, "numerics": numerics}
         self.prediction = Linear(spec.streams, spec.streams**2, bias=False, **factory)
         self.correction = Linear(spec.streams, spec.streams, bias=False, **factory)
@@ -78,7 +91,12 @@ class AltUp(nn.Module):
     def predict(self, x_TND: Tensor) -> Tensor:
         """Return the predicted streams: each is itself plus a mixture of all."""
         mixture_TNN = self._coefficients(self.prediction, x_TND[:, self.spec.active])
-        return torch.bmm(mixture_TNN.unflatten(-1, (self.spec.streams, -1)), x_TND) + x_TND
+        mixture_TNN = mixture_TNN.unflatten(-1, (self.spec.streams, -1))
+        if not self.numerics.batch_invariant:
+            return torch.bmm(mixture_TNN, x_TND) + x_TND
+        wide_TND = x_TND.to(torch.promote_types(x_TND.dtype, torch.float32))
+        mixed = [weighted_sum(weights_TN.to(wide_TND.dtype), wide_TND) for weights_TN in mixture_TNN.unbind(1)]
+        return torch.stack(mixed, 1).to(x_TND.dtype) + x_TND
 
     def correct(self, predicted_TND: Tensor, out_TD: Tensor) -> Tensor:
         """Return the streams, each with a part of the difference between the layer's output and its prediction."""
@@ -98,7 +116,8 @@ class AltUp(nn.Module):
     def _coefficients(self, layer: Linear, x_TD: Tensor) -> Tensor:
         routed_TN = self.router(self.router_norm(x_TD) * x_TD.shape[-1] ** -1.0)
         wide = torch.promote_types(x_TD.dtype, torch.float32)
-        modalities_TN = routed_TN.to(wide).tanh().to(x_TD.dtype)
+        tanh = partial(map_elements, torch.tanh) if self.numerics.batch_invariant else torch.tanh
+        modalities_TN = tanh(routed_TN.to(wide)).to(x_TD.dtype)
         return layer(modalities_TN)
 
 

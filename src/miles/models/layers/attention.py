@@ -21,8 +21,9 @@ from miles.models.layers.attention_backend import AttentionBackend, AttentionInp
 from miles.models.layers.block_indexer import BlockIndexer
 from miles.models.layers.linear import Linear
 from miles.models.layers.norm import RMSNorm, unit_rms_norm
+from miles.models.layers.pool_indexer import PoolIndexer
 from miles.models.layers.rope import Positions, apply_rotary
-from miles.models.spec import AttentionSpec, DecoderSpec
+from miles.models.spec import AttentionSpec, DecoderSpec, PoolIndexerSpec
 from miles.precision.kv_cache import round_kv
 from miles.precision.quantized_tensor import QuantizedActivation
 
@@ -74,9 +75,10 @@ class Attention(nn.Module):
         if spec.kv_source is not None:
             self.k_norm = None
         self.sinks = nn.Parameter(torch.empty(spec.num_heads, device=device, dtype=dtype)) if spec.sinks else None
-        self.indexer: BlockIndexer | None = None
+        self.indexer: BlockIndexer | PoolIndexer | None = None
         if spec.indexer is not None:
-            self.indexer = BlockIndexer(spec, model, **factory)
+            indexer_class = PoolIndexer if isinstance(spec.indexer, PoolIndexerSpec) else BlockIndexer
+            self.indexer = indexer_class(spec, model, **factory)
         # The fused kernel covers QK-norm per head and then RoPE; nothing else may be between projection and attention.
         is_plain = not (spec.gated or spec.value_norm or spec.value_from_key) and spec.temperature is None
         is_plain &= spec.indexer is None

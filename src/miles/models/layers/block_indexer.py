@@ -15,7 +15,7 @@ from miles.models.layers.attention_backend import BlockIndexerInputs
 from miles.models.layers.linear import Linear
 from miles.models.layers.norm import RMSNorm
 from miles.models.layers.rope import Positions, apply_rotary
-from miles.models.spec import AttentionSpec, DecoderSpec
+from miles.models.spec import AttentionSpec, BlockIndexerSpec, DecoderSpec
 
 
 class BlockIndexer(nn.Module):
@@ -34,7 +34,7 @@ class BlockIndexer(nn.Module):
         numerics: Numerics,
     ) -> None:
         super().__init__()
-        assert attention.indexer is not None and attention.rope is not None
+        assert isinstance(attention.indexer, BlockIndexerSpec) and attention.rope is not None
         self.spec, self.rope = attention.indexer, attention.rope
         self.numerics = numerics
         factory: dict[str, Any] = {"device": device, "dtype": dtype, "numerics": numerics}

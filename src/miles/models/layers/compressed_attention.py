@@ -19,6 +19,7 @@ from miles.kernels.attention.compressed import (
     WindowIndexerInputs,
     pool_windows,
 )
+from miles.kernels.batch_invariant.linear import linear as invariant_linear
 from miles.kernels.numerics import Numerics
 from miles.models.layers.attention_backend import AttentionBackend, AttentionInputs, AttentionParams
 from miles.models.layers.linear import Linear
@@ -68,7 +69,7 @@ class Compressor(nn.Module):
 
     def compress(self, states_MLx: Tensor, numbers_M: Tensor) -> Tensor:
         """Return the keys of windows, [M, d], from what ``kv_gate`` projected of their tokens."""
-        pooled_Md = pool_windows(states_MLx, numbers_M, self.position_bias, self.spec.overlap)
+        pooled_Md = pool_windows(states_MLx, numbers_M, self.position_bias, self.spec.overlap, self.numerics)
         positions_M = numbers_M * self.spec.rate
         dim = self.rope.dim or self.head_dim
         cos_sin_M2r = compute_cos_sin(
@@ -111,7 +112,8 @@ class WindowIndexer(nn.Module):
         q_Thi = rotate_last(q_Thi, positions.cos_sin(self.rope, self.spec.head_dim), self.rope, self.numerics)
         # The selection depends on small differences: the weights are not rounded to a low-precision dtype.
         fp32 = torch.promote_types(x_TD.dtype, torch.float32)
-        weights_Th = F.linear(x_TD.to(fp32), self.weights_proj.weight.to(fp32)) * self.scale
+        linear = invariant_linear if self.numerics.batch_invariant else F.linear
+        weights_Th = linear(x_TD.to(fp32), self.weights_proj.weight.to(fp32)) * self.scale
         return WindowIndexerInputs(q_Thi, weights_Th, self.spec.top)
 
 
@@ -119,14 +121,25 @@ class GroupedLinear(nn.Module):
     """A projection of each group of channels by a matrix of its own, without bias."""
 
     def __init__(
-        self, groups: int, inputs: int, outputs: int, *, device: torch.device | str, dtype: torch.dtype
+        self,
+        groups: int,
+        inputs: int,
+        outputs: int,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        numerics: Numerics,
     ) -> None:
         super().__init__()
-        self.groups = groups
+        self.groups, self.numerics = groups, numerics
         self.weight = nn.Parameter(torch.empty(groups * outputs, inputs, device=device, dtype=dtype))
 
     def forward(self, x_TGg: Tensor) -> Tensor:
-        weight_Ggo = self.weight.unflatten(0, (self.groups, -1)).transpose(1, 2)
+        weight_Gog = self.weight.unflatten(0, (self.groups, -1))
+        if self.numerics.batch_invariant:
+            pairs = zip(x_TGg.unbind(1), weight_Gog.unbind(0), strict=True)
+            return torch.stack([invariant_linear(x_Tg.contiguous(), weight_og) for x_Tg, weight_og in pairs], 1)
+        weight_Ggo = weight_Gog.transpose(1, 2)
         return torch.bmm(x_TGg.transpose(0, 1), weight_Ggo).transpose(0, 1)
 
 
@@ -157,9 +170,8 @@ class CompressedAttention(nn.Module):
         self.kv = Linear(width, spec.head_dim, bias=False, **factory)
         self.kv_norm = RMSNorm(spec.head_dim, model.norm_eps, **factory)
         self.sinks = nn.Parameter(torch.empty(spec.num_heads, device=device, dtype=dtype))
-        self.output_groups = GroupedLinear(
-            spec.output_groups, queries // spec.output_groups, spec.output_rank, device=device, dtype=dtype
-        )
+        sizes = (spec.output_groups, queries // spec.output_groups, spec.output_rank)
+        self.output_groups = GroupedLinear(*sizes, **factory)
         self.output = Linear(spec.output_groups * spec.output_rank, width, bias=False, **factory)
         self.compressor: Compressor | None = None
         self.indexer: WindowIndexer | None = None

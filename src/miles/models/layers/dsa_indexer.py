@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from miles.kernels.attention.index_pools import GatedPool
 from miles.kernels.batch_invariant.linear import linear as invariant_linear
 from miles.kernels.numerics import Numerics
 from miles.models.layers.attention_backend import IndexerInputs
@@ -78,5 +79,5 @@ class Indexer(nn.Module):
             k_Td=k_Td if self.pool_gate is None else torch.cat((k_Td, self.pool_gate(x_TD)), -1),
             weights_TH=weights_TH,
             topk=self.spec.top,
-            pool_bias_Pd=self.pool_bias,
+            pool=None if self.pool_bias is None else GatedPool(self.pool_bias),
         )

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from miles.kernels.batch_invariant import recurrent_scan as invariant_scan
 from miles.kernels.linear_attention.causal_conv1d import causal_conv1d
 from miles.kernels.linear_attention.gated_delta_rule import gated_delta_rule
+from miles.kernels.linear_attention.state_passing import split_delta_rule
 from miles.kernels.numerics import Numerics
-from miles.models.layers.attention_backend import AttentionBackend
+from miles.models.layers.attention_backend import AttentionBackend, SequenceShard
 from miles.models.layers.linear import Linear
 from miles.models.layers.norm import RMSNorm
 from miles.models.layers.recurrent_ops import normalize_heads, sigmoid, silu, softplus, wide_rms_norm
@@ -59,25 +60,32 @@ class GatedDeltaNet(nn.Module):
         return self.output(self._gate(out_THv, z_THv).flatten(1))
 
     def _scan(
-        self, inputs_T: Sequence[Tensor], lengths: Sequence[int], before: tuple[Tensor, ...] | None
+        self,
+        inputs_T: Sequence[Tensor],
+        lengths: Sequence[int],
+        before: tuple[Tensor, ...] | None,
+        shard: SequenceShard | None,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """Convolve and apply the gated delta rule, from the convolution's last inputs and the matrix of each head."""
         qkv_TC, b_TH, a_TH = inputs_T
         inputs, state = (None, None) if before is None else before
+        if shard is not None:
+            inputs = shard.read_earlier(qkv_TC, self.spec.kernel - 1)
         qkv_TC, inputs = causal_conv1d(qkv_TC, self.conv.squeeze(1), None, lengths, inputs, numerics=self.numerics)
         q_TX, k_TX, v_TX = silu(qkv_TC, self.numerics).split(self.sizes, dim=-1)
         heads = (x.unflatten(-1, (-1, self.spec.key_dim)) for x in (q_TX, k_TX))
         q_TGk, k_TGk = (normalize_heads(x, self.numerics) for x in heads)
         rule = invariant_scan.gated_delta_rule if self.numerics.batch_invariant else gated_delta_rule
-        out_THv, state = rule(
+        tokens_T = (
             q_TGk * self.spec.key_dim**-0.5,
             k_TGk,
             v_TX.unflatten(-1, (-1, self.spec.value_dim)),
             self._log_decay(a_TH),
             sigmoid(b_TH, self.numerics),
-            lengths,
-            state,
         )
+        if shard is not None:
+            return split_delta_rule(rule, *tokens_T, shard), None
+        out_THv, state = rule(*tokens_T, lengths, state)
         return out_THv, None if inputs is None or state is None else (inputs, state)
 
     def _project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -105,4 +113,5 @@ class GatedDeltaNet(nn.Module):
     def _gate(self, out_THv: Tensor, z_THv: Tensor) -> Tensor:
         wide = torch.promote_types(z_THv.dtype, torch.float32)
         normed_THv = wide_rms_norm(out_THv, self.norm.weight, self.norm.eps, self.numerics)
-        return (normed_THv * silu(z_THv.to(wide), self.numerics)).to(z_THv.dtype)
+        activate = silu if self.spec.output_gate == "silu" else sigmoid
+        return (normed_THv * activate(z_THv.to(wide), self.numerics)).to(z_THv.dtype)

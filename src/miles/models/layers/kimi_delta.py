@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from miles.kernels.batch_invariant import recurrent_scan as invariant_scan
 from miles.kernels.linear_attention.causal_conv1d import causal_conv1d
 from miles.kernels.linear_attention.kimi_delta_rule import kimi_delta_rule
+from miles.kernels.linear_attention.state_passing import split_delta_rule
 from miles.kernels.numerics import Numerics
-from miles.models.layers.attention_backend import AttentionBackend
+from miles.models.layers.attention_backend import AttentionBackend, SequenceShard
 from miles.models.layers.linear import Linear
 from miles.models.layers.norm import RMSNorm
 from miles.models.layers.recurrent_ops import normalize_heads, sigmoid, silu, softplus, wide_rms_norm
@@ -67,16 +68,24 @@ class KimiDeltaAttention(nn.Module):
         return self.output(self._gate(out_THd, gate_THd).flatten(1))
 
     def _scan(
-        self, inputs_T: Sequence[Tensor], lengths: Sequence[int], before: tuple[Tensor, ...] | None
+        self,
+        inputs_T: Sequence[Tensor],
+        lengths: Sequence[int],
+        before: tuple[Tensor, ...] | None,
+        shard: SequenceShard | None,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """Convolve and apply the delta rule, from the convolution's last inputs and the matrix of each head."""
         qkv_TC, log_decay_THd, beta_TH = inputs_T
         inputs, state = (None, None) if before is None else before
+        if shard is not None:
+            inputs = shard.read_earlier(qkv_TC, self.spec.kernel - 1)
         qkv_TC, inputs = causal_conv1d(qkv_TC, self.conv.squeeze(1), None, lengths, inputs, numerics=self.numerics)
         q_THd, k_THd, v_THd = silu(qkv_TC, self.numerics).unflatten(-1, (3, -1, self.spec.head_dim)).unbind(1)
         scale = self.spec.head_dim**-0.5
         q_THd, k_THd = normalize_heads(q_THd, self.numerics) * scale, normalize_heads(k_THd, self.numerics)
         rule = invariant_scan.kimi_delta_rule if self.numerics.batch_invariant else kimi_delta_rule
+        if shard is not None:
+            return split_delta_rule(rule, q_THd, k_THd, v_THd, log_decay_THd, beta_TH, shard), None
         out_THd, state = rule(q_THd, k_THd, v_THd, log_decay_THd, beta_TH, lengths, state)
         return out_THd, None if inputs is None or state is None else (inputs, state)
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from miles.kernels.batch_invariant import recurrent_scan as invariant_scan
 from miles.kernels.linear_attention.causal_conv1d import causal_conv1d
 from miles.kernels.linear_attention.mamba2_ssd import mamba2_ssd
+from miles.kernels.linear_attention.state_passing import split_mamba2_ssd
 from miles.kernels.numerics import Numerics
-from miles.models.layers.attention_backend import AttentionBackend
+from miles.models.layers.attention_backend import AttentionBackend, SequenceShard
 from miles.models.layers.linear import Linear
 from miles.models.layers.norm import RMSNorm
 from miles.models.layers.recurrent_ops import silu, softplus, wide_rms_norm
@@ -62,28 +63,35 @@ class Mamba2(nn.Module):
         return self.output(self._gate(y_TI, z_TI))
 
     def _scan(
-        self, inputs_T: Sequence[Tensor], lengths: Sequence[int], before: tuple[Tensor, ...] | None
+        self,
+        inputs_T: Sequence[Tensor],
+        lengths: Sequence[int],
+        before: tuple[Tensor, ...] | None,
+        shard: SequenceShard | None,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """Convolve and run the SSD scan, from the convolution's last inputs and the matrix of each head."""
         xbc_TC, dt_TH = inputs_T
         inputs, state = (None, None) if before is None else before
         spec, wide = self.spec, torch.promote_types(xbc_TC.dtype, torch.float32)
+        if shard is not None:
+            inputs = shard.read_earlier(xbc_TC, spec.kernel - 1)
         xbc_TC, inputs = causal_conv1d(
             xbc_TC, self.conv.squeeze(1), self.conv_bias, lengths, inputs, numerics=self.numerics
         )
         x_TI, b_TX, c_TX = silu(xbc_TC, self.numerics).split(self.sizes, dim=-1)
         dt_TH = softplus(dt_TH.to(wide) + self.dt_bias.to(wide), self.numerics).clamp(*spec.step_limit)
         ssd = invariant_scan.mamba2_ssd if self.numerics.batch_invariant else mamba2_ssd
-        y_THp, state = ssd(
+        tokens_T = (
             x_TI.unflatten(-1, (-1, spec.head_dim)),
             dt_TH,
             -self.A_log.to(wide).exp(),
             b_TX.unflatten(-1, (-1, spec.state_dim)),
             c_TX.unflatten(-1, (-1, spec.state_dim)),
             self.skip,
-            lengths,
-            state,
         )
+        if shard is not None:
+            return split_mamba2_ssd(*tokens_T, shard).flatten(1), None
+        y_THp, state = ssd(*tokens_T, lengths, state)
         return y_THp.flatten(1), None if inputs is None or state is None else (inputs, state)
 
     def _gate(self, y_TI: Tensor, z_TI: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from miles.kernels.batch_invariant.activation import gated_activation as exact_gate
+from miles.kernels.batch_invariant.activation import sparsify_gates as sparsify_invariant
 from miles.kernels.batch_invariant.activation import ungated_activation
 from miles.kernels.fused.activation import (
     apply_activation,
@@ -49,12 +50,25 @@ class Mlp(nn.Module):
         else:
             self.up = Linear(width, spec.size, **factory)
         self.down = Linear(spec.size, width, **factory)
+        self.interleaved = spec.interleaved
+        self.scale = nn.Parameter(torch.empty(1, device=device, dtype=dtype)) if spec.learned_scale else None
 
     def forward(self, x_TD: Tensor | QuantizedActivation) -> Tensor:
+        out_TD = self._project(x_TD)
+        return out_TD if self.scale is None else out_TD * self.scale
+
+    def _project(self, x_TD: Tensor | QuantizedActivation) -> Tensor:
+        if self.interleaved:
+            assert self.gate_up is not None
+            gate = exact_gate if self.numerics.batch_invariant else gated_activation
+            return self.down(gate(self.gate_up(x_TD), self.activation, interleaved=True))
         if self.sparsity:
             assert self.gate_up is not None
             gate_TI, up_TI = self.gate_up(x_TD).chunk(2, -1)
-            return self.down(apply_activation(self._sparsify(gate_TI), up_TI, self.activation))
+            gate_TI = self._sparsify(gate_TI)
+            if self.numerics.batch_invariant:
+                return self.down(exact_gate(torch.cat((gate_TI, up_TI), -1), self.activation))
+            return self.down(apply_activation(gate_TI, up_TI, self.activation))
         if self.gate_up is not None and self._fuses_quantization(x_TD):
             down = self.down.quantized
             assert down is not None
@@ -85,6 +99,9 @@ class Mlp(nn.Module):
         return self.down(apply_activation(up_TI, None, self.activation))
 
     def _sparsify(self, gate_TI: Tensor) -> Tensor:
+        if self.numerics.batch_invariant:
+            channels, all_reduce = self.all_channels or (gate_TI.shape[-1], None)
+            return sparsify_invariant(gate_TI, self.sparsity, channels, all_reduce)
         if self.all_channels is None:
             return sparsify_gates(gate_TI, self.sparsity)
         return sparsify_sharded_gates(gate_TI, self.sparsity, *self.all_channels)

@@ -1,7 +1,7 @@
 """Mixture of experts: router in float32, fused expert computation, and recording or replay of the routed experts.
 
-Shapes: T tokens, D hidden, I intermediate, E experts, k experts per token, R = T * k rows, L MoE layers, V
-tokens of the vocabulary.
+Shapes: T tokens, D hidden, I intermediate, E experts, k experts per token, R = T * k rows, S shared experts that the
+router weighs, L MoE layers, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from miles.kernels.batch_invariant import topk_router as invariant_router
 from miles.kernels.batch_invariant.activation import sigmoid
+from miles.kernels.fused.activation import gated_activation
 from miles.kernels.fused.gemv import linear
 from miles.kernels.lora.experts import ExpertFactors, ExpertLora
 from miles.kernels.moe.fused_moe import moe_forward
@@ -31,7 +32,7 @@ from miles.models.layers.mlp import Mlp
 from miles.models.layers.norm import RMSNorm, unit_rms_norm
 from miles.models.lora.layout import LORA_A, LORA_B, LoraLayout, factor_name
 from miles.models.quantization import QuantizedParam
-from miles.models.spec import MoeSpec
+from miles.models.spec import Activation, MoeSpec
 from miles.precision.quantized_tensor import QuantizedActivation
 
 ReadFactors = Callable[[torch.dtype], tuple[Tensor, Tensor]]
@@ -160,6 +161,30 @@ def route_batch_invariant(
     return invariant_router.compute_weights(scores_TE, experts_Tk, **weighting), experts_Tk
 
 
+class SharedExperts(nn.Module):
+    """Experts of every token, each with a weight from the router: ``gate_up`` [S, 2I, D] and ``down`` [S, D, I].
+
+    ``factor`` multiplies all weights of the router, of routed experts too.
+    """
+
+    def __init__(self, width: int, spec: MoeSpec, *, device: torch.device | str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.activation: Activation = spec.activation
+        self.interleaved = spec.interleaved
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.factor = nn.Parameter(torch.empty(1, **factory))
+        self.gate_up = nn.Parameter(torch.empty(spec.weighed_shared, 2 * spec.size, width, **factory))
+        self.down = nn.Parameter(torch.empty(spec.weighed_shared, width, spec.size, **factory))
+
+    def forward(self, x_TD: Tensor, weights_TS: Tensor) -> Tensor:
+        inner_TX = F.linear(x_TD, self.gate_up.flatten(0, 1))
+        inner_TSF = inner_TX.unflatten(-1, (len(self.gate_up), -1))
+        inner_TSI = gated_activation(inner_TSF, self.activation, interleaved=self.interleaved)
+        weighed_STI = (inner_TSI * weights_TS.unsqueeze(-1)).transpose(0, 1)
+        out_STD = torch.bmm(weighed_STI, self.down.transpose(1, 2))
+        return out_STD.sum(0, dtype=torch.promote_types(out_STD.dtype, torch.float32)).to(x_TD.dtype)
+
+
 class MoeMlp(nn.Module):
     """A router and its stacked experts: ``gate_up`` [E, 2I, D] (``up`` [E, I, D] if not gated), ``down`` [E, D, I].
 
@@ -199,7 +224,8 @@ class MoeMlp(nn.Module):
         layer_factory: dict[str, Any] = {**factory, "numerics": numerics}
         inner, count = spec.latent or width, spec.num_experts
         rows = 2 * spec.size if spec.gated else spec.size
-        self.router = Linear(width, count, bias=spec.router_bias, **layer_factory)
+        self.router = Linear(width, count + spec.weighed_shared, bias=spec.router_bias, **layer_factory)
+        self.shared_experts = SharedExperts(width, spec, **factory) if spec.weighed_shared else None
         self.correction, self.expert_table = _build_selection(spec, device)
         self._fused_router = _is_plain_softmax(spec)
         first = nn.Parameter(torch.empty(count, rows, inner, **factory))
@@ -224,6 +250,24 @@ class MoeMlp(nn.Module):
 
     def route(self, x_TD: Tensor, routing: Routing | None) -> tuple[Tensor, Tensor]:
         """Return the weights of each token's experts, [T, k], and their indices; gradients flow through the weights."""
+        if self.shared_experts is not None:
+            return self._route_with_shared(x_TD, routing)[:2]
+        return self._route(x_TD, routing)
+
+    def _route_with_shared(self, x_TD: Tensor, routing: Routing | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Weigh the selected and the shared experts together: the softmax of the logarithms of their sigmoids."""
+        assert self.shared_experts is not None and not self.numerics.batch_invariant
+        shapes = (self.spec.num_experts, self.spec.weighed_shared)
+        logits_TE, shared_TS = self._score(x_TD)[0].split(shapes, -1)
+        experts_Tk = self._select_experts(logits_TE.detach(), logits_TE.detach().sigmoid())
+        if routing is not None:
+            experts_Tk = routing.choose(self.slot, experts_Tk)
+        all_TX = F.logsigmoid(torch.cat((logits_TE.gather(-1, experts_Tk), shared_TS), -1)).softmax(-1)
+        all_TX = (all_TX * self.spec.scale * self.shared_experts.factor).to(x_TD.dtype)
+        weights_Tk, gammas_TS = all_TX.split((self.spec.experts_per_token, self.spec.weighed_shared), -1)
+        return weights_Tk, experts_Tk, gammas_TS
+
+    def _route(self, x_TD: Tensor, routing: Routing | None) -> tuple[Tensor, Tensor]:
         spec = self.spec
         if self.numerics.batch_invariant:
             return self._batch_invariant_route(x_TD, routing)
@@ -240,8 +284,7 @@ class MoeMlp(nn.Module):
         if self.expert_table is None:
             experts_Tk = self._select_experts(logits_TE.detach(), scores_TE.detach())
         else:
-            assert routing is not None and routing.tokens_T is not None, "hash routing needs the ids of the tokens"
-            experts_Tk = self.expert_table[routing.tokens_T]
+            experts_Tk = self._look_up_experts(routing)
         if routing is not None:
             experts_Tk = routing.choose(self.slot, experts_Tk)
         weights_Tk = scores_TE.gather(-1, experts_Tk)
@@ -250,6 +293,12 @@ class MoeMlp(nn.Module):
         if spec.scale != 1.0:
             weights_Tk = weights_Tk * spec.scale
         return self._scale_weights(weights_Tk, experts_Tk).to(x_TD.dtype), experts_Tk
+
+    def _look_up_experts(self, routing: Routing | None) -> Tensor:
+        """Return the experts of hash routing."""
+        assert routing is not None and routing.tokens_T is not None, "hash routing needs the ids of the tokens"
+        assert self.expert_table is not None
+        return self.expert_table[routing.tokens_T]
 
     def _scale_weights(self, weights_Tk: Tensor, experts_Tk: Tensor) -> Tensor:
         """Multiply the weights by the learned scales of their experts, if there are any."""
@@ -268,7 +317,7 @@ class MoeMlp(nn.Module):
         weights_Tk, experts_Tk = route_batch_invariant(
             spec,
             logits_TE,
-            self._select_experts,
+            self._select_experts if self.expert_table is None else lambda *_, **__: self._look_up_experts(routing),
             dtype=fp32 if self.expert_scale is not None else x_TD.dtype,
             choose=choose,
             replays=routing is not None and routing.replay_TLk is not None,
@@ -298,12 +347,25 @@ class MoeMlp(nn.Module):
 
     def forward(self, x: Tensor | QuantizedActivation, routing: Routing | None) -> Tensor:
         """Return the output of the experts and, unless they are beside an MLP, of ``shared``."""
-        x_TD = x.wide if isinstance(x, QuantizedActivation) else x
-        assert x_TD is not None, "the router reads the input before it is quantized"
+        x_TD = _read_wide(x)
+        if self.shared_experts is None:
+            return self.run_experts(x, *self.route_tokens(x_TD, routing))
+        weights_Tk, experts_Tk, shared_TS = self._route_with_shared(x_TD, routing)
+        return self.run_experts(x, weights_Tk, experts_Tk) + self.shared_experts(x_TD, shared_TS)
+
+    def route_tokens(self, x_TD: Tensor, routing: Routing | None) -> tuple[Tensor, Tensor]:
+        """``route`` for this module's input, which experts beside an MLP normalize first."""
+        return self.route(x_TD if self.expert_norm is None else self._normalise_for_router(x_TD), routing)
+
+    def compute_router_logits(self, x_TD: Tensor) -> Tensor:
+        """Return the router's logits for this module's input."""
+        return self._score(x_TD if self.expert_norm is None else self._normalise_for_router(x_TD))[0]
+
+    def run_experts(self, x: Tensor | QuantizedActivation, weights_Tk: Tensor, experts_Tk: Tensor) -> Tensor:
+        """Return the output of the routed experts and, unless they are beside an MLP, of ``shared``."""
+        x_TD = _read_wide(x)
         if self.expert_norm is not None:
-            weights_Tk, experts_Tk = self.route(self._normalise_for_router(x_TD), routing)
             return self._run_experts(self.expert_norm(x_TD), weights_Tk, experts_Tk)
-        weights_Tk, experts_Tk = self.route(x_TD, routing)
         out_TD = self._run_experts(x if self.into is None else self.into(x_TD), weights_Tk, experts_Tk)
         if self.outof is not None:
             out_TD = self.outof(out_TD)
@@ -414,3 +476,10 @@ class MoeMlp(nn.Module):
             adapters=adapters,
             lora=lora,
         )
+
+
+def _read_wide(x: Tensor | QuantizedActivation) -> Tensor:
+    """Return the input before it is quantized, which the router reads."""
+    wide = x.wide if isinstance(x, QuantizedActivation) else x
+    assert wide is not None, "the router reads the input before it is quantized"
+    return wide

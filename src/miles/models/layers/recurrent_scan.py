@@ -11,30 +11,35 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from miles.models.layers.attention_backend import RecurrentState
+from miles.models.layers.attention_backend import RecurrentState, SequenceShard
 
 __all__ = ["ScanFn", "scan_tokens"]
 
 ScanFn = Callable[
-    [Sequence[Tensor], Sequence[int], tuple[Tensor, ...] | None], tuple[Tensor, tuple[Tensor, ...] | None]
+    [Sequence[Tensor], Sequence[int], tuple[Tensor, ...] | None, SequenceShard | None],
+    tuple[Tensor, tuple[Tensor, ...] | None],
 ]
 """Takes the inputs of some tokens, the lengths of their sequences and the state before each; returns the outputs of the
-tokens and the state after each sequence, None if it got none."""
+tokens and the state after each sequence, None if it got none. With a shard they are parts of sequences, and the states
+before them come from other ranks."""
 
 
 def scan_tokens(recurrent: RecurrentState, scan: ScanFn, inputs_T: Sequence[Tensor]) -> Tensor:
     """Return the outputs [T, ...] of all tokens, level by level, and store the states after them.
 
-    Under context parallelism every rank scans the whole sequences and keeps the outputs of its own tokens.
+    Under context parallelism every rank scans its parts of the sequences, or all of them and keeps the outputs of its
+    own tokens.
     """
     shard = recurrent.shard
+    if shard is not None and shard.parts is not None:
+        return scan(inputs_T, shard.parts, None, shard)[0]
     if shard is not None:
         inputs_T = [shard.gather(x_t) for x_t in inputs_T]
     if recurrent.levels:
         outs = [scan_tokens(part, scan, [x.index_select(0, rows) for x in inputs_T]) for rows, part in recurrent.levels]
         out = torch.cat(outs)
         return torch.empty_like(out).index_copy_(0, torch.cat([rows for rows, _ in recurrent.levels]), out)
-    out_T, state = scan(inputs_T, recurrent.lengths, recurrent.state)
+    out_T, state = scan(inputs_T, recurrent.lengths, recurrent.state, None)
     if state is not None:
         recurrent.update(state)
     return out_T if shard is None else shard.select(out_T)

@@ -174,6 +174,14 @@ class Positions:
             self._temperatures[key] = (logs_T * slope + 1.0)[:, None, None]
         return self._temperatures[key]
 
+    def log_temperature(self, floor: float, slope: float) -> Tensor:
+        """Compute the factor of scores that grows with the logarithm of the tokens so far, float32 [T, 1, 1].
+
+        It is one up to ``floor`` tokens.
+        """
+        counts_T = self.positions_T.to(torch.float32) + 1.0
+        return ((counts_T / floor).clamp(min=1.0).log() * slope + 1.0)[:, None, None]
+
 
 def _is_cached(max_positions: int, device: torch.device, numerics: Numerics) -> bool:
     """Whether cos/sin are looked up. On a CPU the cosine of an angle may depend on its neighbours in the vector."""

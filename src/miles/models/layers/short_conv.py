@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from miles.kernels.linear_attention.causal_conv1d import causal_conv1d
 from miles.kernels.numerics import Numerics
-from miles.models.layers.attention_backend import AttentionBackend
+from miles.models.layers.attention_backend import AttentionBackend, SequenceShard
 from miles.models.layers.linear import Linear
 from miles.models.layers.recurrent_scan import scan_tokens
 from miles.models.layers.rope import Positions
@@ -49,10 +49,16 @@ class ShortConv(nn.Module):
         return self.output(gate_out_TC * y_TC)
 
     def _scan(
-        self, inputs_T: Sequence[Tensor], lengths: Sequence[int], before: tuple[Tensor, ...] | None
+        self,
+        inputs_T: Sequence[Tensor],
+        lengths: Sequence[int],
+        before: tuple[Tensor, ...] | None,
+        shard: SequenceShard | None,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """Convolve, from the convolution's last inputs."""
         (x_TC,) = inputs_T
         earlier = None if before is None else before[0]
+        if shard is not None:
+            earlier = shard.read_earlier(x_TC, self.spec.kernel - 1)
         y_TC, last = causal_conv1d(x_TC, self.conv.squeeze(1), self.conv_bias, lengths, earlier, numerics=self.numerics)
-        return y_TC, None if last is None else (last,)
+        return y_TC, None if last is None or shard is not None else (last,)

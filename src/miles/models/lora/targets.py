@@ -32,6 +32,7 @@ ALL = "all-linear"
 # Module of a layer -> the group name of its projections in --target-modules.
 _GROUPS = {
     "attention": "attn",
+    "relative": "attn",
     "mla": "attn",
     "compressed": "attn",
     "delta": "attn",
@@ -57,6 +58,7 @@ _MEGATRON_ATTENTION = {"qkv": "linear_qkv", "output": "linear_proj"}
 _MEGATRON_MLP = {"gate_up": "linear_fc1", "up": "linear_fc1", "down": "linear_fc2"}
 _MEGATRON_NAMES = {
     "attention": _MEGATRON_ATTENTION,
+    "relative": _MEGATRON_ATTENTION,
     "mla": {
         "q": "linear_q_proj",
         "q_a": "linear_q_down_proj",

@@ -126,6 +126,11 @@ def build_tp_decoder(
     for number, layer in enumerate(decoder.layers):
         assert isinstance(layer, DecoderLayer)
         layer.copy_to_tp, layer.reduce_from_tp = collectives.copy_to_tp, collectives.reduce_from_tp
+        if layer.ngram is not None:
+            rows, width = layer.ngram.table.num_embeddings, layer.ngram.table.embedding_dim
+            layer.ngram.table = VocabParallelEmbedding(
+                rows, width, group.rank * rows, collectives.reduce_from_tp, device=device, dtype=dtype
+            )
         for module in layer.children():
             if isinstance(module, Attention) and module.spec.qk_norm == "all":
                 assert module.q_norm is not None and module.k_norm is not None

@@ -20,6 +20,7 @@ from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.lora.layout import LORA_A, LORA_B, LoraLayout, factor_name, plan_adapters
 from miles.models.lora.targets import LM_HEAD_PARAM
 from miles.models.quantization import QuantizedParam, plan_quantization
+from miles.models.residual_spec import GatedResidualSpec, NgramSpec
 from miles.models.spec import (
     AttentionSpec,
     CompressedAttentionSpec,
@@ -33,6 +34,8 @@ from miles.models.spec import (
     MlaSpec,
     MlpSpec,
     MoeSpec,
+    PoolIndexerSpec,
+    RelativeAttentionSpec,
     ShortConvSpec,
 )
 
@@ -177,15 +180,21 @@ def shard_spec(spec: DecoderSpec, world: int) -> DecoderSpec:
     if world == 1:
         return spec
     layers = tuple(
-        replace(layer, mixer=_shard_mixer(layer.mixer, world), ffn=_shard_ffn(layer.ffn, world))
+        replace(
+            layer,
+            mixer=_shard_mixer(layer.mixer, world),
+            ffn=_shard_ffn(layer.ffn, world),
+            ngram=_shard_ngram(layer.ngram, world),
+        )
         for layer in spec.layers
     )
-    return replace(spec, vocab_size=ShardSegment(spec.vocab_size).units_per_rank(world), layers=layers)
+    rows = ShardSegment(spec.vocab_rows).units_per_rank(world)
+    return replace(spec, vocab_size=rows, vocab_padding=0, layers=layers)
 
 
 def _shard_mixer(mixer: Mixer | None, world: int) -> Mixer | None:
     match mixer:
-        case AttentionSpec():
+        case AttentionSpec() | RelativeAttentionSpec():
             kv_heads = ShardSegment(mixer.num_kv_heads).units_per_rank(world)
             return replace(mixer, num_heads=mixer.num_heads // world, num_kv_heads=kv_heads)
         case MlaSpec():
@@ -216,6 +225,10 @@ def _shard_ffn(ffn: FeedForward | None, world: int) -> FeedForward | None:
     return replace(ffn, size=inner, shared=shared)
 
 
+def _shard_ngram(ngram: NgramSpec | None, world: int) -> NgramSpec | None:
+    return None if ngram is None else replace(ngram, rows=ShardSegment(ngram.rows).units_per_rank(world), shards=1)
+
+
 def check_tp_size(spec: DecoderSpec, world: int) -> str | None:
     """Return why ``world`` ranks cannot share this model (the end of a sentence), or None if they can."""
     if world == 1:
@@ -228,7 +241,7 @@ def check_tp_size(spec: DecoderSpec, world: int) -> str | None:
 
 def _check_mixer(mixer: Mixer | None, world: int) -> str | None:
     match mixer:
-        case AttentionSpec() | MlaSpec():
+        case AttentionSpec() | RelativeAttentionSpec() | MlaSpec():
             count, unit = mixer.num_heads, "attention heads"
         case CompressedAttentionSpec():
             count, unit = mixer.output_groups, "output groups of attention heads"
@@ -244,7 +257,11 @@ def _check_mixer(mixer: Mixer | None, world: int) -> str | None:
             return None
     if count % world:
         return f"{count} {unit}, which they cannot divide evenly"
-    if isinstance(mixer, AttentionSpec) and mixer.num_kv_heads % world and world % mixer.num_kv_heads:
+    if (
+        isinstance(mixer, AttentionSpec | RelativeAttentionSpec)
+        and mixer.num_kv_heads % world
+        and world % mixer.num_kv_heads
+    ):
         return f"{mixer.num_kv_heads} key-value heads, which they can neither divide nor repeat evenly"
     return None
 
@@ -255,15 +272,15 @@ def _check_mixer(mixer: Mixer | None, world: int) -> str | None:
 @lru_cache(maxsize=8)
 def compute_tp_shards(spec: DecoderSpec) -> Mapping[str, TpShard]:
     """Return how each parameter of the full decoder is sharded, for any number of ranks."""
-    vocabulary = _row_shard(ShardSegment(spec.vocab_size))
+    vocabulary = _row_shard(ShardSegment(spec.vocab_rows))
     table: TpShards = {"embedding.weight": vocabulary}
+    if spec.embedding_norm:
+        table["embedding_norm.weight"] = _RESIDUAL
     if spec.per_layer_input is not None:
         table |= {name: _RESIDUAL for name in build_param_map(spec) if name.startswith(("per_layer.", "altup."))}
     for i, layer in enumerate(spec.layers):
         table |= {f"layers.{i}.{name}": share for name, share in _layer_shards(layer).items()}
-    if spec.hyper is not None and spec.hyper.learned_join:
-        table |= {f"hyper_head.{name}": _RESIDUAL for name in ("fn", "base", "scale")}
-    table["norm.weight"] = _RESIDUAL
+    table |= dict.fromkeys(_list_joins(spec), _RESIDUAL)
     if not spec.tie_embeddings:
         table["lm_head.weight"] = vocabulary
     if spec.vision is not None:
@@ -278,6 +295,16 @@ def compute_tp_shards(spec: DecoderSpec) -> Mapping[str, TpShard]:
         weight = vocabulary if name == LM_HEAD_PARAM else weights[name]
         table |= _factor_shards(name, weight, lora)
     return table
+
+
+def _list_joins(spec: DecoderSpec) -> list[str]:
+    """The parameters behind the last layer: what joins residual streams, and the norm."""
+    names = ["norm.weight"] if spec.has_final_norm else []
+    if isinstance(spec.hyper, GatedResidualSpec):
+        return [*names, *(f"hyper_head.{name}" for name in ("norm.weight", "down", "up"))]
+    if spec.hyper is not None and spec.hyper.learned_join:
+        return [*names, *(f"hyper_head.{name}" for name in ("fn", "base", "scale"))]
+    return names
 
 
 def _packed_shards(name: str, weight: TpShard, quantized: QuantizedParam) -> TpShards:
@@ -337,11 +364,13 @@ def _coarsen(name: str, weight: TpShard, columns: int, world: int) -> TpShard:
 def _layer_shards(layer: LayerSpec) -> TpShards:
     out: TpShards = {}
     if layer.mixer is not None:
-        out["attention_norm.weight"] = _RESIDUAL
+        out |= {"attention_norm.weight": _RESIDUAL} if layer.has_norms else {}
         out |= _mixer_shards(layer.mixer)
+        out |= {"attention_conv.conv": _RESIDUAL} if layer.output_kernel else {}
     if layer.ffn is not None:
-        out["mlp_norm.weight"] = _RESIDUAL
+        out |= {"mlp_norm.weight": _RESIDUAL} if layer.has_norms else {}
         out |= _ffn_shards(layer.ffn)
+        out |= {"mlp_conv.conv": _RESIDUAL} if layer.output_kernel else {}
     if layer.post_norms:
         kinds = {"attention": layer.mixer, "mlp": layer.ffn}
         out |= {f"{kind}_post_norm.weight": _RESIDUAL for kind, there in kinds.items() if there is not None}
@@ -355,14 +384,27 @@ def _layer_shards(layer: LayerSpec) -> TpShards:
     if layer.output_scale:
         out["output_scale"] = _RESIDUAL
     if layer.hyper is not None:
-        out |= {f"{part}_hyper.{name}": _RESIDUAL for part in ("attention", "mlp") for name in ("fn", "base", "scale")}
+        is_gated = isinstance(layer.hyper, GatedResidualSpec)
+        names = ("norm.weight", "down", "up", "inject") if is_gated else ("fn", "base", "scale")
+        out |= {f"{part}_hyper.{name}": _RESIDUAL for part in ("attention", "mlp") for name in names}
+    if layer.ngram is not None:
+        out |= _prefix("ngram", _ngram(layer.ngram))
     return out
+
+
+def _ngram(spec: NgramSpec) -> TpShards:
+    """The table is sharded by its rows; what follows is on the residual stream."""
+    names = ["multipliers", "sizes", "offsets", "key.weight", "value.weight", "conv"]
+    names += [f"{part}_norm.weight" for part in ("key", "query", "conv")]
+    return {"table.weight": _row_shard(ShardSegment(spec.rows)), **dict.fromkeys(names, _RESIDUAL)}
 
 
 def _mixer_shards(mixer: Mixer) -> TpShards:
     match mixer:
         case AttentionSpec():
             return _prefix("attention", _attention(mixer))
+        case RelativeAttentionSpec():
+            return _prefix("relative", _relative_attention(mixer))
         case MlaSpec():
             return _prefix("mla", _mla(mixer))
         case CompressedAttentionSpec():
@@ -400,10 +442,23 @@ def _attention(spec: AttentionSpec) -> TpShards:
         out |= _column_parallel("gate", _row_shard(ShardSegment(spec.num_heads)), bias=False)
     if spec.sinks:
         out["sinks"] = _row_shard(ShardSegment(spec.num_heads))
-    if spec.indexer is not None:
+    if isinstance(spec.indexer, PoolIndexerSpec):  # all ranks select the same tokens
+        out |= {f"indexer.{name}.weight": _REPLICATED for name in ("qk", "q_norm", "k_norm")}
+    elif spec.indexer is not None:
         out["indexer.q.weight"] = _row_shard(ShardSegment(spec.num_kv_heads, spec.indexer.head_dim, repeat=True))
         out |= {f"indexer.{name}.weight": _REPLICATED for name in ("k", "q_norm", "k_norm")}
     return out
+
+
+def _relative_attention(spec: RelativeAttentionSpec) -> TpShards:
+    """Heads are sharded; all ranks have the profiles of the position bias."""
+    queries = ShardSegment(spec.num_heads, spec.head_dim)
+    keys = ShardSegment(spec.num_kv_heads, spec.head_dim, repeat=True)
+    out = _column_parallel("qkv", _row_shard(queries, keys, keys), bias=False)
+    out |= _column_parallel("relative", _row_shard(ShardSegment(spec.num_heads, spec.rank)), bias=False)
+    out |= {"kv_conv.conv": _row_shard(keys, keys)}
+    out |= dict.fromkeys(("q_norm.weight", "k_norm.weight", "profiles"), _REPLICATED)
+    return out | _row_parallel("output", queries, bias=False)
 
 
 def _mla(spec: MlaSpec) -> TpShards:
@@ -505,9 +560,11 @@ def _short_conv(spec: ShortConvSpec) -> TpShards:
 def _mlp(spec: MlpSpec) -> TpShards:
     inner = ShardSegment(spec.size)
     if spec.gated:
-        out = _column_parallel("gate_up", _row_shard(inner, inner), bias=spec.bias)
+        parts = (ShardSegment(spec.size, 2),) if spec.interleaved else (inner, inner)
+        out = _column_parallel("gate_up", _row_shard(*parts), bias=spec.bias)
     else:
         out = _column_parallel("up", _row_shard(inner), bias=spec.bias)
+    out |= {"scale": _REPLICATED} if spec.learned_scale else {}
     return out | _row_parallel("down", inner, bias=spec.bias)
 
 
@@ -523,6 +580,10 @@ def _moe(spec: MoeSpec) -> TpShards:
     else:
         first = out["up"] = TpShard(dim=1, segments=(inner,), stacked=True)
     out["down"] = TpShard(dim=2, segments=(inner,), stacked=True)
+    if spec.weighed_shared:
+        out["shared_experts.factor"] = _REPLICATED
+        out["shared_experts.gate_up"] = TpShard(dim=1, segments=first.segments)
+        out["shared_experts.down"] = TpShard(dim=2, segments=(inner,))
     if spec.expert_bias:
         out |= {"gate_up_bias": first, "down_bias": TpShard(first_rank_only=True, stacked=True)}
     if spec.latent is not None:
