@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.backends.megatron import mixer_cases
 from tests.train.small_trainer import EPS, ragged, sample, worker
 from torch.nn import functional as F
 from transformers import (
@@ -77,8 +78,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "Qwen2MoeForCausalLM",
     ),
     "deepseek_v3": _told(DeepseekV3Config(**(SIZES | LATENT)), "DeepseekV3ForCausalLM"),
+    **mixer_cases.KINDS,
 }
-ROUTED = {"qwen3_moe": (4, 4, 2), "qwen2_moe": (2, 4, 2), "deepseek_v3": (2, 8, 4)}
+ROUTED = {"qwen3_moe": (4, 4, 2), "qwen2_moe": (2, 4, 2), "deepseek_v3": (2, 8, 4), **mixer_cases.ROUTED}
 """Layers with experts, experts, and experts a token."""
 
 

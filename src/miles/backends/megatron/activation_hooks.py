@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from miles.backends.megatron.decoder_modules import DecoderMixer, DecoderMoe
 from miles.backends.megatron.layer_spec import GPTBackbone, MegatronRMSNorm
-from miles.models.activation_hooks import ActivationTrace, record_experts, trace_attention
-from miles.models.spec import AttentionSpec, DecoderSpec, MoeSpec
+from miles.models.activation_hooks import ActivationTrace, patch_router, record_experts, trace_attention
+from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MoeSpec
 
 
 @contextmanager
@@ -29,20 +30,22 @@ def capture_megatron_activations(backbone: GPTBackbone, spec: DecoderSpec, trace
     hooks = [backbone.register_forward_pre_hook(_trace_backend(trace), with_kwargs=True)]
     hooks.append(backbone.get_submodule("embedding").register_forward_hook(_record_output(trace, -1, "embedding")))
     hooks.append(decoder.final_layernorm.register_forward_hook(_record_output(trace, spec.num_layers, "final norm")))
-    patched: list[nn.Module] = []
+    patched: list[tuple[nn.Module, str]] = []
     for index, layer in enumerate(decoder.layers):
         hooks += _hook_layer(layer, spec, index, trace)
-        if isinstance(spec.layers[index].ffn, MoeSpec):
+        if isinstance(layer.mlp, DecoderMoe):
+            patch_router(layer.mlp.moe, index, trace, patched)
+        elif isinstance(spec.layers[index].ffn, MoeSpec):
             router = layer.mlp.router
             router.gating = _record_scores(router.gating, index, trace)
-            patched.append(router)
+            patched.append((router, "gating"))
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        for router in patched:
-            del router.gating  # restores the method of the class
+        for module, name in patched:
+            delattr(module, name)  # restores the method of the class
 
 
 def _hook_layer(layer: Any, spec: DecoderSpec, index: int, trace: ActivationTrace) -> list[Any]:
@@ -51,13 +54,35 @@ def _hook_layer(layer: Any, spec: DecoderSpec, index: int, trace: ActivationTrac
     for norm, operation in ((layer.input_layernorm, "norm"), (layer.pre_mlp_layernorm, "mlp norm")):
         if isinstance(norm, MegatronRMSNorm):  # Transformer Engine fuses it into the projection
             hooks.append(norm.register_forward_hook(_record_output(trace, index, operation)))
+    if mixer is not None:
+        hooks += _hook_attention(attention, mixer, index, trace)
+    if spec.layers[index].ffn is None:
+        return hooks
+    beside = isinstance(layer.mlp, DecoderMoe) and layer.mlp.mlp_norm is not None
+    if beside:  # two branches of the residual stream, which the decoder has no operation for
+        hooks.append(layer.mlp.moe.router.register_forward_hook(_record_output(trace, index, "router")))
+        return hooks
+    hooks.append(layer.mlp.register_forward_hook(_record_output(trace, index, "mlp", bias=True)))
+    if isinstance(layer.mlp, DecoderMoe):
+        hooks.append(layer.mlp.moe.router.register_forward_hook(_record_output(trace, index, "router")))
+    elif isinstance(spec.layers[index].ffn, MoeSpec):
+        hooks.append(layer.mlp.router.register_forward_hook(_record_routing(trace, index)))
+    return hooks
+
+
+def _hook_attention(attention: Any, mixer: object, index: int, trace: ActivationTrace) -> list[Any]:
+    if isinstance(attention, DecoderMixer):
+        own: Any = attention.get_submodule(attention.mixer)
+        hooks = [attention.register_forward_hook(_record_output(trace, index, "output"))]
+        if isinstance(mixer, AttentionSpec | MlaSpec):
+            hooks.append(own.output.register_forward_pre_hook(_record_input(trace, index, "attention")))
+        if isinstance(mixer, AttentionSpec):
+            hooks.append(own.qkv.register_forward_hook(_record_output(trace, index, "qkv")))
+        return hooks
+    hooks = [attention.linear_proj.register_forward_pre_hook(_record_input(trace, index, "attention"))]
+    hooks.append(attention.linear_proj.register_forward_hook(_record_output(trace, index, "output", bias=True)))
     if isinstance(mixer, AttentionSpec):
         hooks.append(attention.linear_qkv.register_forward_hook(_record_qkv(trace, index, mixer)))
-    hooks.append(attention.linear_proj.register_forward_pre_hook(_record_input(trace, index, "attention")))
-    hooks.append(attention.linear_proj.register_forward_hook(_record_output(trace, index, "output", bias=True)))
-    hooks.append(layer.mlp.register_forward_hook(_record_output(trace, index, "mlp", bias=True)))
-    if isinstance(spec.layers[index].ffn, MoeSpec):
-        hooks.append(layer.mlp.router.register_forward_hook(_record_routing(trace, index)))
     return hooks
 
 

@@ -24,6 +24,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from miles.backends.megatron.module_choice import choose_modules
 from miles.backends.megatron.packed_batch import PackedParams
 from miles.backends.megatron.parallel_state import MegatronGroup
 from miles.backends.megatron.param_mapping import ParamMapping
@@ -37,7 +38,7 @@ from miles.kernels.moe.grouped_gemm import permute
 from miles.kernels.runtime.triton_compat import use_triton
 from miles.models.layers.rope import Positions, apply_rotary
 from miles.models.parallel.tp_sharding import TpShard
-from miles.models.spec import Activation, AttentionSpec, MlpSpec
+from miles.models.spec import Activation, AttentionSpec
 
 # -- sums over tensor-parallel ranks --------------------------------------------------------
 
@@ -180,8 +181,10 @@ class BatchInvariantLinear(nn.Module):
 
 
 def find_mlp_activation(config: DecoderTransformerConfig) -> Activation:
-    """Return the activation of the dense layers, which all have the same."""
-    return next(layer.ffn.activation for layer in config.decoder_spec.layers if isinstance(layer.ffn, MlpSpec))
+    """Return the activation of Megatron's dense layers, which all have the same."""
+    mlp = choose_modules(config.decoder_spec).mlp
+    assert mlp is not None, "only layers of this spec have Megatron's MLP"
+    return mlp.activation
 
 
 class BatchInvariantMLP(MLP):
@@ -268,7 +271,7 @@ class BatchInvariantSelfAttention(SelfAttention):
             head_dim=spec.head_dim,
             interleaved=spec.rope is not None and spec.rope.interleaved,
             eps=self.config.layernorm_epsilon,
-            offset=0.0,
+            offset=self.config.decoder_spec.norm_offset,
         )
         qkv_tN = torch.cat((q_tHd, k_tGd, v_tGd), 1).flatten(1)
         q_weight_d, k_weight_d = (

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
 from miles.backends.megatron.distributed_optimizer import MegatronOptimizer
+from miles.backends.megatron.supported_models import check_torch_dist_support
 from miles.core.errors import CheckpointError, UsageError
 from miles.models.checkpoint.torch_dist import build_model_args, check_torch_dist
 from miles.train.optim.optimizer import OptimizerProtocol
@@ -58,6 +59,9 @@ def save(model: MegatronModel, folder: Path, optimizer: OptimizerProtocol | None
     ``iteration`` is the number that Megatron's tools read from the checkpoint.
     """
     megatron_optimizer = _as_megatron_optimizer(optimizer)
+    problem = check_torch_dist_support(model.spec)
+    if problem is not None:
+        raise UsageError(f"{folder} cannot be in Megatron's own format: {problem}; use --ckpt-format hf.")
     if model.dp_group.is_lead:
         folder.mkdir(parents=True, exist_ok=True)
     model.barrier()

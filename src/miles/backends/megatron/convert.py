@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from miles.backends.megatron.param_mapping import ParamMapping, build_param_mappings, megatron_names, parse_layer_index
-from miles.backends.megatron.supported_models import check_megatron_support
+from miles.backends.megatron.supported_models import check_megatron_support, check_torch_dist_support
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.errors import CheckpointError, UsageError
 from miles.models.checkpoint.convert import RECEIPT, Progress, SafetensorsOutput, draft_folder, ignore_progress
@@ -67,6 +67,9 @@ def _check_family(spec: DecoderSpec, folder: Path) -> None:
     if problem is not None:
         what = problem.removeprefix("the megatron backend cannot train ").partition("; use --train-backend")[0]
         raise UsageError(f"{folder} has no torch_dist form, since Megatron has no such model: {what.rstrip('.')}.")
+    problem = check_torch_dist_support(spec)
+    if problem is not None:
+        raise UsageError(f"{folder} has no torch_dist form: {problem}.")
 
 
 # -- Hugging Face -> torch_dist ---------------------------------------------------------------

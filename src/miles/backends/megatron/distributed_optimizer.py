@@ -20,6 +20,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from torch import Tensor
 
+from miles.backends.megatron import patches
 from miles.backends.megatron.buffers import ParamGradBuffers, get_main_grad
 from miles.backends.megatron.parallel_state import ParallelState
 from miles.backends.megatron.param_mapping import ParamMapping
@@ -225,6 +226,7 @@ class MegatronOptimizer:
         inner: Any = get_megatron_optimizer(
             optimizer_config, self._buffers.ddp_chunks, config_overrides=rules, use_gloo_process_groups=False
         )
+        patches.patch_mixed_dtype_groups(inner)
         for each in inner.chained_optimizers:
             for groups in (each.shard_fp32_groups, each.shard_float16_groups):
                 self._buffers.views += [shard for group in groups for shard in group if shard is not None]
@@ -287,7 +289,7 @@ class MegatronOptimizer:
         return (self._state.expert_dp_group if mapping.expert else self._state.dp_cp_group).sum(full)
 
     def _view_range(self, span: _Range, name: str, full: Tensor) -> Tensor:
-        part = full[span.number] if self._mappings[name].expert else full
+        part = full[span.number] if self._mappings[name].by_expert else full
         return part.reshape(-1)[span.start : span.stop]
 
 

@@ -12,6 +12,7 @@ import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
+from miles.backends.megatron.module_choice import choose_modules
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
 from miles.kernels.fused.activation import gated_activation_inference
 from miles.kernels.moe.grouped_gemm import SortedRows, grouped_linear
@@ -31,7 +32,9 @@ class GroupedExperts(SequentialMLP):
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         config: Any = self.config
-        assert isinstance(config, DecoderTransformerConfig) and config.decoder_spec.moe is not None
+        assert isinstance(config, DecoderTransformerConfig)
+        moe = choose_modules(config.decoder_spec).moe
+        assert moe is not None, "only layers of this spec have Megatron's experts"
         if config.moe_apply_probs_on_input:
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         x_RD = permuted_local_hidden_states
@@ -40,7 +43,5 @@ class GroupedExperts(SequentialMLP):
         rows = SortedRows(order_R=none, place_R=none, group_R=none, ends_E=ends_E, per_token=1)
         first_EFD, down_EDI = self.stack_weights()
         inner_R2I = grouped_linear(x_RD, first_EFD, rows)
-        out_RI = gated_activation_inference(inner_R2I, config.decoder_spec.moe.activation) * permuted_probs.unsqueeze(
-            -1
-        )
+        out_RI = gated_activation_inference(inner_R2I, moe.activation) * permuted_probs.unsqueeze(-1)
         return grouped_linear(out_RI.to(x_RD.dtype), down_EDI, rows), None

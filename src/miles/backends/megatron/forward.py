@@ -23,7 +23,9 @@ from miles.backends.megatron.packed_batch import MegatronBatch, MegatronRows, Ro
 from miles.backends.megatron.parallel_state import MegatronGroup, ParallelState
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig, find_router_conflict
 from miles.core.errors import UsageError
+from miles.kernels.attention.indexer_replay import IndexerSelections
 from miles.models.parallel.tp_sharding import ShardSegment
+from miles.train.indexer_replay import IndexerCounts, collect_counts
 from miles.train.logprobs import HeadOutput, PolicyFeatures
 from miles.train.model_protocols import KeptTensors, LossCallback
 from miles.train.stopwatch import Stopwatch
@@ -100,6 +102,7 @@ def run_forward_backward(
             forward_only=not with_grad,
         )
     stage.count([batch.packed.replay for batch in batches])
+    stage.count_selections([batch.packed.selections for batch in batches])
     if with_grad and add_expert_load is not None:
         _report_load(plan, batches, add_expert_load)
     kept = [kept_tensors for number, kept_tensors in found if number is not None]
@@ -160,6 +163,7 @@ class _Stage:
         self._with_grad = with_grad
         self._counts: dict[int, tuple[Tensor, Tensor]] = {}
         self._loads: dict[int, Tensor] = {}
+        self._indexer_counts: dict[int, IndexerCounts] = {}
         rows, rank = ShardSegment(tf_config.decoder_spec.vocab_size), state.tp_group.rank
         first, last = rows.bounds(rank, state.tp_group.world)
         self._vocabulary = _VocabShard(first, last - first, state.tp_group) if state.tp_group.world > 1 else None
@@ -168,6 +172,9 @@ class _Stage:
         """Run a stage's layers; the returned function computes the loss on the last stage."""
         number, batch = next(steps)
         out_t1D = model(batch.tokens_1t, None, None, packed_seq_params=batch.packed)
+        if not self._with_grad:
+            for layer in range(self._tf_config.decoder_spec.num_layers):
+                batch.packed.attn_backend.drop_selection(layer)
         return out_t1D, partial(self._loss, model, number, batch)
 
     def _loss(
@@ -194,6 +201,10 @@ class _Stage:
             self._counts[number] = (flips, replayed)
         if replay is not None and self._with_grad:
             load_LE = self._loads[number] = torch.zeros_like(replay.load())
+        indexer = None
+        if batch.packed.selections is not None:
+            none = torch.zeros(2, dtype=torch.int64, device=hidden_tD.device)
+            indexer = self._indexer_counts[number] = IndexerCounts(*none.unbind())
         features = None
         if self._vocabulary_weights is not None:
             found_TD = batch.join_slots(hidden_tD.detach(), self._state.cp_group)
@@ -208,6 +219,8 @@ class _Stage:
             flips=flips,
             replayed=replayed,
             load_LE=load_LE,
+            indexer_flips=None if indexer is None else indexer.mismatches,
+            indexer_replayed=None if indexer is None else indexer.replayed,
             numerics=self._tf_config.numerics,
             features=features,
         )
@@ -229,6 +242,15 @@ class _Stage:
             for number, load_LE in zip(numbers, load_nLE.unbind(), strict=True):
                 if number in self._loads:
                     self._loads[number].copy_(load_LE)
+
+    def count_selections(self, selections: Sequence[IndexerSelections | None]) -> None:
+        """Fill the outputs' counts of replayed selections with the sums over all stages and context-parallel ranks."""
+        group, device = self._state.cp_group, self._tf_config.param_device
+        for number, each in enumerate(selections):
+            counts = collect_counts(each, device, lambda x: group.sum(self._state.pp_group.sum(x)))
+            if counts is not None and number in self._indexer_counts:
+                for mine, total in zip(self._indexer_counts[number], counts, strict=True):
+                    mine.copy_(total)
 
     def _all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the stages and over all ranks that share the tokens."""

@@ -8,6 +8,7 @@ of a key, e of a value, D features.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -32,32 +33,39 @@ from miles.backends.megatron.batch_invariant_layers import (
     BatchInvariantSelfAttention,
 )
 from miles.backends.megatron.batch_invariant_moe import BatchInvariantMoeLayer
+from miles.backends.megatron.decoder_modules import use_decoder_modules
 from miles.backends.megatron.experts import GroupedExperts
 from miles.backends.megatron.mla import PackedMLASelfAttention
+from miles.backends.megatron.module_choice import choose_modules
 from miles.backends.megatron.packed_batch import LayerRoutingReplay, PackedParams
 from miles.backends.megatron.router import BalancedRouter
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
+from miles.core.errors import UsageError
 from miles.kernels.attention.params import AttentionInputs, AttentionParams
 from miles.kernels.fused.rms_norm import rms_norm
 from miles.kernels.numerics import FAST
+from miles.models.decoder import scale_embedding
 from miles.models.layers.rope import Positions, apply_rotary
-from miles.models.spec import AttentionSpec, MlaSpec, MoeSpec
+from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec
 from miles.precision.kv_cache import round_kv
 
 
 class MegatronRMSNorm(nn.Module):
-    """RMSNorm that supports sequence parallelism, without Transformer Engine or Apex."""
+    """RMSNorm that supports sequence parallelism, without Transformer Engine or Apex; the decoder's offset is added to
+    its weight.
+    """
 
     def __init__(self, config: DecoderTransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
+        self.offset = config.decoder_spec.norm_offset
         self.numerics = config.numerics
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype, device=config.param_device))
         # Megatron reads this attribute.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, numerics=self.numerics)
+        return rms_norm(x, self.weight, self.eps, offset=self.offset, numerics=self.numerics)
 
 
 class PackedCoreAttention(MegatronModule):
@@ -115,6 +123,19 @@ def _apply_positions(spec: AttentionSpec, q_tHd: Tensor, k_tGd: Tensor, position
 class ReplayTransformerLayer(TransformerLayer):
     """Megatron's layer, which passes the routing replay and the losses of the micro-batch to its router."""
 
+    def __init__(self, config: DecoderTransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.output_scale: nn.Parameter | None = None
+        layer = config.decoder_spec.layers[self.layer_number - 1]
+        if layer.post_norms:
+            # Megatron enables gradients for its residual additions, also in a forward without them.
+            self.bias_dropout_add_exec_handler = nullcontext
+        if layer.output_scale:
+            empty = torch.empty(1, dtype=config.params_dtype, device=config.param_device)
+            self.output_scale = nn.Parameter(empty, requires_grad=False)
+        # A recomputed router would see the replay of another micro-batch.
+        self.recompute_mlp = self.recompute_mlp and isinstance(layer.ffn, MlpSpec)
+
     def forward(self, *args: Any, packed_seq_params: PackedParams | None = None, **kwargs: Any) -> Any:
         config = self.config
         assert packed_seq_params is not None and isinstance(config, DecoderTransformerConfig)
@@ -123,11 +144,19 @@ class ReplayTransformerLayer(TransformerLayer):
             mlp: Any = self.mlp
             mlp.router.router_replay = None if replay is None else LayerRoutingReplay(replay, slot)
             mlp.router.router_loss = packed_seq_params.router_loss
-        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        hidden_states, context = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if self.output_scale is not None:
+            hidden_states = hidden_states * self.output_scale
+        return hidden_states, context
 
 
 class GPTBackbone(GPTModel):
     """Megatron's GPTModel up to the hidden states, without the output layer."""
+
+    def __init__(self, config: DecoderTransformerConfig, **kwargs: Any) -> None:
+        super().__init__(config=config, **kwargs)
+        if self.pre_process and config.decoder_spec.embedding_scale != 1.0:
+            self.embedding.register_forward_hook(lambda *call: scale_embedding(call[-1], config.decoder_spec))
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
@@ -174,16 +203,39 @@ def build_gpt_backbone(
 
 
 def _block_spec(config: DecoderTransformerConfig, stage: int | None, rank: int) -> TransformerBlockSubmodules:
-    count = get_num_layers_to_build(config, vp_stage=stage, pp_rank=rank)
-    offset = get_transformer_layer_offset(config, vp_stage=stage, pp_rank=rank)
-    specs = [_layer_module_spec(config, i) for i in range(offset, offset + count)]
+    stages = range(config.virtual_pipeline_model_parallel_size or 1)
+    for pp_rank in range(config.pipeline_model_parallel_size):  # every rank raises the same error
+        for vp_stage in stages:
+            _check_selections(config.decoder_spec, _stage_layers(config, None if stage is None else vp_stage, pp_rank))
+    specs = [_layer_module_spec(config, i) for i in _stage_layers(config, stage, rank)]
     norm: Any = MegatronRMSNorm
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
+def _stage_layers(config: DecoderTransformerConfig, stage: int | None, rank: int) -> range:
+    """Return the layers of a pipeline rank, or of one of its virtual stages."""
+    count = get_num_layers_to_build(config, vp_stage=stage, pp_rank=rank)
+    offset = get_transformer_layer_offset(config, vp_stage=stage, pp_rank=rank)
+    return range(offset, offset + count)
+
+
+def _check_selections(spec: DecoderSpec, layers: range) -> None:
+    """Raise an error if a layer of this stage reuses what the indexer of another stage selects."""
+    for i in layers:
+        mixer = spec.layers[i].mixer
+        source = mixer.indexer.source if isinstance(mixer, MlaSpec) and mixer.indexer is not None else None
+        if source is not None and source not in layers:
+            raise UsageError(
+                f"layer {i} of {spec.family} attends to the tokens that layer {source} selects, which is on another "
+                "pipeline stage; let stages begin at layers with an indexer of their own, with "
+                "--megatron-num-layers-in-first-pipeline-stage or another --pipeline-model-parallel-size."
+            )
+
+
 def _layer_module_spec(config: DecoderTransformerConfig, index: int) -> ModuleSpec:
     """Return Megatron's spec of a layer, with our modules in place of those that do not support packed batches."""
-    moe = isinstance(config.decoder_spec.layers[index].ffn, MoeSpec)
+    modules = choose_modules(config.decoder_spec)
+    moe = isinstance(config.decoder_spec.layers[index].ffn, MoeSpec) and index not in modules.ffns
     how = {
         "num_experts": config.num_moe_experts if moe else None,
         "moe_grouped_gemm": config.moe_grouped_gemm,
@@ -212,7 +264,19 @@ def _layer_module_spec(config: DecoderTransformerConfig, index: int) -> ModuleSp
     for name in ("q_layernorm", "kv_layernorm" if config.multi_latent_attention else "k_layernorm"):
         if getattr(attention, name) is not IdentityOp:
             setattr(attention, name, MegatronRMSNorm)
+    use_decoder_modules(submodules, config, index, norm=MegatronRMSNorm)
+    _remove_missing(submodules, config.decoder_spec.layers[index])
     return spec
+
+
+def _remove_missing(submodules: Any, layer: LayerSpec) -> None:
+    """Remove the attention or the MLP of a layer that has none."""
+    if layer.mixer is None:
+        submodules.input_layernorm, submodules.self_attention = IdentityOp, IdentityOp
+        submodules.self_attn_bda = IdentityFuncOp
+    if layer.ffn is None:
+        submodules.pre_mlp_layernorm, submodules.mlp = IdentityOp, IdentityOp
+        submodules.mlp_bda = IdentityFuncOp
 
 
 def _use_batch_invariant_modules(submodules: Any, *, moe: bool, latent: bool) -> None:

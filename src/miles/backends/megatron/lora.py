@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from miles.backends.megatron.layer_spec import GPTBackbone
 from miles.backends.megatron.parallel_state import MegatronGroup, ParallelState
-from miles.backends.megatron.param_mapping import ParamMapping, megatron_names, parse_layer_index
+from miles.backends.megatron.param_mapping import ParamMapping, parse_layer_index, possible_names
+from miles.models.layers.linear import Linear
 from miles.models.lora.adapters import (
     WHOLE,
     LoraAdapter,
@@ -58,17 +59,28 @@ def attach_adapters(
         index, mapping = parse_layer_index(name), mappings[name]
         if index not in layers:  # another stage has it
             continue
-        module: nn.Module = layers[index].get_submodule(megatron_names(name)[0].removesuffix(".weight"))
+        module = _find_module(layers[index], name)
         parts = adapters.list_parts(name, find_part(mapping, group))
-        is_row_parallel = mapping.tp_shard.dim == 1
+        # A module of the decoder has all slots at its input and at its output.
+        sequence_group = group if sequence and not isinstance(module, Linear) else None
         adapter = ParallelLoraAdapter(
-            parts, adapters.lora.scale, group if sequence else None, is_row_parallel=is_row_parallel
+            parts, adapters.lora.scale, sequence_group, is_row_parallel=mapping.tp_shard.dim == 1
         )
-        module.register_forward_hook(adapter.hook)
+        if isinstance(module, Linear):
+            module.adapter = adapter
+        else:
+            module.register_forward_hook(adapter.hook)
     for chunk in chunks:
         if chunk.pre_process:
             # Layers that are recomputed have gradients only if their input has.
             chunk.embedding.register_forward_hook(_require_grad)
+
+
+def _find_module(layer: nn.Module, name: str) -> nn.Module:
+    """Return the linear layer of a weight: Megatron's or the decoder's."""
+    modules = dict(layer.named_modules())
+    names = [each.removesuffix(".weight") for each in possible_names(name)]
+    return next(modules[each] for each in names if each in modules)
 
 
 def _require_grad(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:

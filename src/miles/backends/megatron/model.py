@@ -308,6 +308,8 @@ class MegatronModel:
             part = mapping.tp_shard.gather(self.state.etp_group.gather(local))
             found = self.state.ep_group.gather(part)
             return found[0] if len(found) == 1 else torch.cat(found)
+        if mapping.tp_shard.first_rank_only:
+            return self.state.tp_group.broadcast(local.clone(), 0)
         if not mapping.tp_shard.segments:
             return local
         return mapping.from_megatron(mapping.tp_shard.gather(self.state.tp_group.gather(local)))

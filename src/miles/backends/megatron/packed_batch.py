@@ -5,14 +5,15 @@ its mirror image from the back, which balances the attention work (zigzag). Padd
 are a sequence of their own: no token attends to them, and they are not trained on.
 
 ``_T`` tokens of the rows, ``_t`` slots of this rank, padding included; ``_R`` trained tokens and ``_r`` those this rank
-predicts; ``L`` MoE layers, ``k`` experts per token, ``E`` all experts, ``G`` key-value heads.
+predicts; ``L`` MoE layers, ``k`` experts per token, ``E`` all experts, ``G`` key-value heads, ``M`` slots of
+all context-parallel ranks.
 """
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,16 +26,20 @@ from torch import Tensor
 from miles.backends.megatron.parallel_state import MegatronGroup, ParallelState
 from miles.backends.megatron.router import RouterBalance, RouterLoss
 from miles.core.errors import MilesError, UsageError
-from miles.kernels.attention.params import AttentionInputs
+from miles.kernels.attention.bidirectional_spans import BidirectionalSpansBackend
+from miles.kernels.attention.indexer_replay import IndexerSelections
+from miles.kernels.attention.params import AttentionInputs, IndexerInputs
 from miles.kernels.attention.tree import Segment, TreeAttentionBackend
+from miles.kernels.attention.varlen import FreshRecurrentState
 from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend
 from miles.kernels.numerics import FAST, Numerics
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.rope import Positions
 from miles.models.spec import DecoderSpec
 from miles.train.batch_tensors import RoutedExpertsCache
+from miles.train.indexer_replay import build_selections
 from miles.train.packed_images import PackedImages
-from miles.train.prefix_sharing import TreeNode, build_attention
+from miles.train.prefix_sharing import TreeNode, build_attention, check_supported
 
 # -- routing --------------------------------------------------------------------------------
 
@@ -149,23 +154,78 @@ class ContextTokens:
         return _Join.apply(x_r, self.mine_r, self.count, self.group)  # pyright: ignore[reportReturnType]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextSlots:
+    """The SequenceShard of one context-parallel rank: ``order_M`` are the slots of all ranks in the order of the padded
+    sequences, and ``own_t`` is the place of this rank's slots in that order.
+    """
+
+    order_M: Tensor
+    own_t: Tensor
+    group: MegatronGroup
+
+    @property
+    def parts(self) -> None:
+        """None: every rank scans whole sequences, so the two methods below are never called."""
+
+    def read_earlier(self, x_tC: Tensor, count: int) -> Tensor:
+        raise AssertionError("Megatron's context ranks scan whole sequences")
+
+    def pass_states(self, ends_Bx: Tensor, advance: Callable[[Tensor | None, Tensor], Tensor]) -> Tensor:
+        raise AssertionError("Megatron's context ranks scan whole sequences")
+
+    def gather(self, x_t: Tensor) -> Tensor:
+        """Return the rows of all ranks, in the order of the sequences."""
+        x_M = gather_from_sequence_parallel_region(x_t.contiguous(), group=self.group.process_group)
+        return x_M.index_select(0, self.order_M)
+
+    def select(self, x_T: Tensor) -> Tensor:
+        """Return this rank's rows of all."""
+        return x_T.index_select(0, self.own_t)
+
+
+class PackedAttention(AttentionBackend, Protocol):
+    """An AttentionBackend of one micro-batch, which has what indexers selected until ``drop_selection``."""
+
+    def drop_selection(self, layer: int) -> None: ...
+
+
 class GatheredKVAttention:
-    """An AttentionBackend of this rank's queries over the keys and values of all context-parallel ranks."""
+    """An AttentionBackend of this rank's queries over the keys and values of all context-parallel ranks.
+
+    So are the keys of a DSA indexer. Recurrent layers scan the padded sequences of ``lengths``, gathered by ``shard``.
+    """
 
     latent = False
 
-    def __init__(self, inner: TreeAttentionBackend | BatchInvariantTreeBackend, group: MegatronGroup) -> None:
+    def __init__(
+        self,
+        inner: TreeAttentionBackend | BatchInvariantTreeBackend,
+        group: MegatronGroup,
+        lengths: Sequence[int],
+        shard: ContextSlots,
+    ) -> None:
         self._inner, self._group = inner, group
+        self._lengths, self._shard = lengths, shard
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         k_TGd, v_TGe = inputs.k_TGd, inputs.v_TGe
-        both = gather_from_sequence_parallel_region(torch.cat((k_TGd, v_TGe), -1), group=self._group.process_group)
-        k_MGd, v_MGe = both.split((k_TGd.shape[-1], v_TGe.shape[-1]), -1)
-        return self._inner(layer, inputs._replace(k_TGd=k_MGd, v_TGe=v_MGe))
+        k_MGd, v_MGe = self._gather(torch.cat((k_TGd, v_TGe), -1)).split((k_TGd.shape[-1], v_TGe.shape[-1]), -1)
+        index = inputs.indexer
+        if isinstance(index, IndexerInputs):
+            index = replace(index, k_Td=self._gather(index.k_Td))
+        return self._inner(layer, inputs._replace(k_TGd=k_MGd, v_TGe=v_MGe, indexer=index))
 
-    def recurrent_state(self, layer: int) -> Any:
-        """Recurrent states are not supported: they are on another rank."""
-        raise AssertionError(f"layer {layer} is recurrent, which context parallelism does not support")
+    def _gather(self, x_t: Tensor) -> Tensor:
+        return gather_from_sequence_parallel_region(x_t.contiguous(), group=self._group.process_group)
+
+    def recurrent_state(self, layer: int) -> FreshRecurrentState:
+        """The state of a recurrent layer: every sequence starts here, and this rank has a part of it."""
+        return FreshRecurrentState(self._lengths, shard=self._shard)
+
+    def drop_selection(self, layer: int) -> None:
+        """Free what a layer's indexer selected."""
+        self._inner.drop_selection(layer)
 
 
 # -- slots ----------------------------------------------------------------------------------
@@ -206,6 +266,30 @@ def build_slots(lengths: Sequence[int], *, rank: int, context: int, multiple: in
     return SlotLayout(np.concatenate(sources), np.concatenate(places), padded, pieces)
 
 
+def build_context_slots(slots: SlotLayout, group: MegatronGroup, device: torch.device) -> ContextSlots:
+    """Return where each slot of all ranks is in the padded sequences, one after the other.
+
+    A rank has chunk ``rank`` of every sequence and its mirror image, so a slot's place follows from its number.
+    """
+    each = len(slots.source_t)
+    place_rt = np.empty((group.world, each), np.int64)
+    start = offset = 0
+    for length in slots.lengths:
+        size = length // slots.pieces
+        chunk = np.arange(size)
+        for rank in range(group.world):
+            place_rt[rank, offset : offset + size] = start + rank * size + chunk
+            place_rt[rank, offset + size : offset + 2 * size] = start + (slots.pieces - 1 - rank) * size + chunk
+        start, offset = start + length, offset + 2 * size
+    order_M = np.empty(each * group.world, np.int64)
+    order_M[place_rt.ravel()] = np.arange(each * group.world)
+    return ContextSlots(
+        order_M=torch.from_numpy(order_M).to(device),
+        own_t=torch.from_numpy(place_rt[group.rank].copy()).to(device),
+        group=group,
+    )
+
+
 def build_segments(slots: SlotLayout, *, rank: int, context: int) -> list[Segment]:
     """Return this rank's runs of queries, and the positions of their keys among all ranks' slots."""
     each = len(slots.source_t)
@@ -232,8 +316,9 @@ class PackedParams(PackedSeqParams):
 
     qkv_format: str = "thd"
     positions: Positions = field(kw_only=True)
-    attn_backend: AttentionBackend = field(kw_only=True)
+    attn_backend: PackedAttention = field(kw_only=True)
     replay: RoutingReplay | None = field(default=None, kw_only=True)
+    selections: IndexerSelections | None = field(default=None, kw_only=True)
     router_loss: RouterLoss | None = field(default=None, kw_only=True)
 
 
@@ -250,6 +335,8 @@ class MegatronRows(Protocol):
     def before_R(self) -> Tensor: ...
     @property
     def replay_TLk(self) -> Tensor | None: ...
+    @property
+    def indexer_TLk(self) -> Tensor | None: ...
     @property
     def routed_cache(self) -> RoutedExpertsCache | None: ...
     @property
@@ -302,14 +389,16 @@ def build_megatron_batch(
     Experts are ``counted`` even if none are replayed. With a ``balance`` that has losses, a token's weight in these is
     ``per_token``.
     """
+    check_supported(spec, rows.tree_nodes)
     longest, most = max(rows.lengths), spec.max_positions
     if longest > most:
         raise MilesError(f"a sample of {longest} tokens is longer than the {most} positions of the model's config.")
     multiple = state.tp_group.world if sequence else 1
+    selections = build_selections(spec, rows.indexer_TLk)
     if state.cp_group.world == 1:
-        local = _pad(rows, multiple, numerics)
+        local = _pad(rows, multiple, numerics, selections)
     else:
-        local = _shard(rows.unshare(), state.cp_group, multiple, numerics)
+        local = _shard(rows.unshare(), state.cp_group, multiple, numerics, selections)
     replay, router_loss = None, None
     if spec.moe is not None and balance is not None and balance.has_loss:
         router_loss = _build_router_loss(rows, local, state, balance, per_token, sequence=sequence)
@@ -318,7 +407,13 @@ def build_megatron_batch(
         replay_tLk = None if local.replay_tLk is None else local.replay_tLk.chunk(multiple)[part]
         replay = RoutingReplay(spec, replay_tLk, rows.routed_cache, local.real_t.chunk(multiple)[part])
     positions = Positions(local.positions_t, most, dtype, numerics=numerics)
-    packed = PackedParams(positions=positions, attn_backend=local.attn_backend, replay=replay, router_loss=router_loss)
+    packed = PackedParams(
+        positions=positions,
+        attn_backend=local.attn_backend,
+        replay=replay,
+        router_loss=router_loss,
+        selections=selections,
+    )
     return MegatronBatch(
         tokens_1t=local.tokens_t[None],
         packed=packed,
@@ -371,7 +466,7 @@ class _LocalSlots:
     sequence_t: Tensor
     positions_t: Tensor
     replay_tLk: Tensor | None
-    attn_backend: AttentionBackend
+    attn_backend: PackedAttention
     at_r: Tensor
     tokens: ContextTokens | None = None
     source_t: Tensor | None = None
@@ -383,30 +478,49 @@ def _sequence_of_tokens(rows: MegatronRows) -> Tensor:
     return torch.from_numpy(np.repeat(np.arange(len(rows.lengths)), rows.lengths)).to(rows.tokens_T.device)
 
 
-def _pad(rows: MegatronRows, multiple: int, numerics: Numerics) -> _LocalSlots:
+def _pad(rows: MegatronRows, multiple: int, numerics: Numerics, selections: IndexerSelections | None) -> _LocalSlots:
     """All of the rows, followed by a padding sequence."""
     missing = -len(rows.tokens_T) % multiple
+    _select_rows(selections, rows.indexer_TLk, [*range(len(rows.tokens_T)), *[-1] * missing])
     lengths, tree_nodes, replay_tLk = rows.lengths, rows.tree_nodes, rows.replay_TLk
     if missing:
         lengths, tree_nodes = (*lengths, missing), (*tree_nodes, TreeNode(missing)) if tree_nodes else ()
         if replay_tLk is not None:
             replay_tLk = torch.cat((replay_tLk, replay_tLk.new_full((missing, *replay_tLk.shape[1:]), -1)))
     none_m = rows.tokens_T.new_zeros(missing)
+    attn_backend = build_attention(lengths, tree_nodes, rows.tokens_T.device, numerics=numerics, selections=selections)
+    assert not isinstance(attn_backend, BidirectionalSpansBackend), "attention is causal"
     return _LocalSlots(
         tokens_t=torch.cat((rows.tokens_T, none_m)),
         real_t=torch.cat((torch.ones_like(rows.tokens_T), none_m)).bool(),
         sequence_t=torch.cat((_sequence_of_tokens(rows), none_m)),
         positions_t=torch.cat((rows.positions_T, none_m)),
         replay_tLk=replay_tLk,
-        attn_backend=build_attention(lengths, tree_nodes, rows.tokens_T.device, numerics=numerics),
+        attn_backend=attn_backend,
         at_r=rows.before_R,
     )
 
 
-def _shard(rows: MegatronRows, group: MegatronGroup, multiple: int, numerics: Numerics) -> _LocalSlots:
+def _select_rows(selections: IndexerSelections | None, indexer_TLk: Tensor | None, source_t: Sequence[int]) -> None:
+    """Let ``selections`` replay the rows of this rank's slots; -1 is padding, which replays nothing."""
+    if selections is None or indexer_TLk is None:
+        return
+    index_t = torch.tensor(source_t, dtype=torch.int64)
+    rows_tLk = indexer_TLk.index_select(0, index_t.clamp(min=0))
+    selections.replay_TLk = torch.where((index_t >= 0)[:, None, None], rows_tLk, -1)
+
+
+def _shard(
+    rows: MegatronRows,
+    group: MegatronGroup,
+    multiple: int,
+    numerics: Numerics,
+    selections: IndexerSelections | None,
+) -> _LocalSlots:
     """This context-parallel rank's chunks of every sequence."""
     device = rows.tokens_T.device
     slots = build_slots(rows.lengths, rank=group.rank, context=group.world, multiple=multiple)
+    _select_rows(selections, rows.indexer_TLk, slots.source_t.tolist())
     source_t = torch.from_numpy(slots.source_t).to(device)
     real_t, taken_t = source_t >= 0, source_t.clamp(min=0)
     replay_tLk = rows.replay_TLk
@@ -419,14 +533,15 @@ def _shard(rows: MegatronRows, group: MegatronGroup, multiple: int, numerics: Nu
     mine_r = (at_R >= 0).nonzero()[:, 0]
     segments = build_segments(slots, rank=group.rank, context=group.world)
     backend_class = BatchInvariantTreeBackend if numerics.batch_invariant else TreeAttentionBackend
-    inner = backend_class(segments, device, keys=group.world * len(source_t))
+    inner = backend_class(segments, device, keys=group.world * len(source_t), selections=selections)
+    shard = build_context_slots(slots, group, device)
     return _LocalSlots(
         real_t=real_t,
         sequence_t=torch.where(real_t, _sequence_of_tokens(rows).index_select(0, taken_t), 0),
         tokens_t=torch.where(real_t, rows.tokens_T.index_select(0, taken_t), 0),
         positions_t=torch.from_numpy(slots.place_t).to(device),
         replay_tLk=replay_tLk,
-        attn_backend=GatheredKVAttention(inner, group),
+        attn_backend=GatheredKVAttention(inner, group, slots.lengths, shard),
         at_r=at_R.index_select(0, mine_r),
         tokens=ContextTokens(mine_r, len(at_R), group),
         source_t=source_t,

@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from miles.backends.megatron.module_choice import MIXER_NAMES, choose_modules
 from miles.models.checkpoint.param_map import build_param_map
 from miles.models.checkpoint.param_slices import param_shape
 from miles.models.parallel.tp_sharding import ShardSegment, TpShard, compute_tp_shards
@@ -38,7 +39,10 @@ _LAYER: Mapping[str, tuple[str, ...]] = {
     ),
     "mla.kv_b": ("self_attention.linear_kv_up_proj",),
     "mla.output": ("self_attention.linear_proj",),
+    "attention_post_norm.weight": ("self_attn_bda.norm.weight",),
     "mlp_norm.weight": ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    "mlp_post_norm.weight": ("mlp_bda.norm.weight",),
+    "output_scale": ("output_scale",),
     "mlp.gate_up": ("mlp.linear_fc1",),
     "mlp.down": ("mlp.linear_fc2",),
     "moe.router": ("mlp.router",),
@@ -69,16 +73,23 @@ class ParamMapping:
     """How a decoder parameter is stored in Megatron's model.
 
     ``tp_shard`` is its tensor-parallel sharding in Megatron's order. An ``expert`` tensor is sharded by its first
-    dimension over expert-parallel ranks, and over the tensor-parallel ranks of an expert. ``summed`` gradients are
-    always partial over tensor-parallel ranks, ``by_token`` ones under sequence parallelism.
+    dimension over expert-parallel ranks, and over the tensor-parallel ranks of an expert; Megatron has one tensor for
+    each, unless they are ``stacked``. ``summed`` gradients are always partial over tensor-parallel ranks, ``by_token``
+    ones under sequence parallelism.
     """
 
     shape: tuple[int, ...]
     tp_shard: TpShard
     heads: tuple[int, int, int] | None = None
     expert: bool = False
+    stacked: bool = False
     summed: bool = False
     by_token: bool = False
+
+    @property
+    def by_expert(self) -> bool:
+        """Whether Megatron has one tensor for each expert."""
+        return self.expert and not self.stacked
 
     def to_megatron(self, full: Tensor) -> Tensor:
         """Reorder to Megatron's layout: per group its queries, its key, its value."""
@@ -106,10 +117,13 @@ def build_param_mappings(
     With Transformer Engine and with batch-invariant layers every tensor-parallel rank has the down-projections of MLA
     in full.
     """
-    cuts = compute_tp_shards(spec)
+    cuts, modules = compute_tp_shards(spec), choose_modules(spec)
     mappings: dict[str, ParamMapping] = {}
     for name, parts in build_param_map(spec).items():
         shape = param_shape(parts)
+        if modules.has_param(name):
+            mappings[name] = _build_decoder_mapping(shape, cuts[name])
+            continue
         even = name.endswith(_LATENT) and not (transformer_engine or batch_invariant)
         mappings[name] = _build_mapping(
             spec, name, shape, TpShard(segments=(ShardSegment(shape[0]),)) if even else cuts[name]
@@ -122,6 +136,13 @@ def build_head_mappings(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Para
     the tokens of its sequences.
     """
     return {name: ParamMapping(shape=shape, tp_shard=TpShard()) for name, shape in shapes.items()}
+
+
+def _build_decoder_mapping(shape: tuple[int, ...], shard: TpShard) -> ParamMapping:
+    """Map a parameter of the decoder's own module, which is sharded as in the decoder."""
+    by_token = not (shard.segments or shard.partial_grad or shard.first_rank_only)
+    expert, summed = shard.stacked, shard.partial_grad
+    return ParamMapping(shape=shape, tp_shard=shard, expert=expert, stacked=expert, summed=summed, by_token=by_token)
 
 
 def _build_mapping(spec: DecoderSpec, name: str, shape: tuple[int, ...], tp_shard: TpShard) -> ParamMapping:
@@ -149,11 +170,20 @@ def parse_layer_index(name: str) -> int | None:
 
 
 def megatron_names(name: str) -> tuple[str, ...]:
-    """Return the possible Megatron names of a decoder parameter, inside its layer or the model."""
+    """Return the possible names of a decoder parameter in Megatron's modules, inside its layer or the model."""
     if not name.startswith("layers."):
         return (_TOP.get(name, name),)
     suffix = name.split(".", 2)[2]
-    if suffix in _LAYER:
-        return _LAYER[suffix]
     module, _, last = suffix.rpartition(".")
-    return tuple(f"{there}.{last}" for there in _LAYER[module])
+    return _LAYER.get(suffix) or tuple(f"{there}.{last}" for there in _LAYER.get(module, ()))
+
+
+def possible_names(name: str) -> tuple[str, ...]:
+    """Return ``megatron_names``, and the name of a layer's parameter in a module of the decoder, which is the decoder's
+    name inside Megatron's self-attention or MLP.
+    """
+    if not name.startswith("layers."):
+        return megatron_names(name)
+    suffix = name.split(".", 2)[2]
+    home = "self_attention" if suffix.partition(".")[0] in MIXER_NAMES else "mlp"
+    return (*megatron_names(name), f"{home}.{suffix}")

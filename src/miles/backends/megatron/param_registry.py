@@ -19,13 +19,23 @@ from torch import Tensor, nn
 
 from miles.backends.megatron.layer_spec import GPTBackbone
 from miles.backends.megatron.parallel_state import ParallelState
-from miles.backends.megatron.param_mapping import LM_HEAD, TIED, ParamMapping, megatron_names, parse_layer_index
+from miles.backends.megatron.param_mapping import (
+    LM_HEAD,
+    TIED,
+    ParamMapping,
+    megatron_names,
+    parse_layer_index,
+    possible_names,
+)
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
 
 _WIDE = (torch.float32, torch.float64)
 # Follows the load of experts, not a gradient; always float32.
-_UNTRAINED = ".moe.correction"
-_ROUTER = ".moe.router.weight"
+_CORRECTION = ".moe.correction"
+_UNTRAINED = (_CORRECTION, ".output_scale")
+_ROUTER = (".moe.router.weight", ".moe.router.bias")
+# Selects tokens, which has no gradient.
+_INDEXER = ".indexer."
 
 
 class ParamRegistry:
@@ -47,7 +57,7 @@ class ParamRegistry:
     ) -> None:
         self.trained = trained
         self._scalar_head = frozenset(scalar_head)
-        self._untrained = (_UNTRAINED, _ROUTER) if tf_config.balance.frozen else (_UNTRAINED,)
+        self._untrained = (*_UNTRAINED, *_ROUTER) if tf_config.balance.frozen else _UNTRAINED
         self._state = state
         self._buffers = buffers
         self._mappings = mappings
@@ -76,7 +86,7 @@ class ParamRegistry:
 
     def _size(self, name: str) -> int:
         tensors = self._modules[name]
-        return len(tensors) if self._mappings[name].expert else len(tensors[0])
+        return len(tensors) if self._mappings[name].by_expert else len(tensors[0])
 
     # -- gradients and weights --------------------------------------------------------------
 
@@ -111,7 +121,7 @@ class ParamRegistry:
         """Copy the modules' tensors to the parameters."""
         for name, parameter in self._copies.items():
             tensors = self._modules[name]
-            parameter.copy_(torch.stack(tensors) if self._mappings[name].expert else tensors[0])
+            parameter.copy_(torch.stack(tensors) if self._mappings[name].by_expert else tensors[0])
 
     def move(self, device: torch.device) -> None:
         """Move everything to a device except what is in buffers; shared tensors stay shared."""
@@ -131,21 +141,21 @@ class ParamRegistry:
 
     def _zeros(self, name: str) -> Tensor:
         tensor = self._modules[name][0]
-        shape = (self._size(name), *tensor.shape) if self._mappings[name].expert else tensor.shape
+        shape = (self._size(name), *tensor.shape) if self._mappings[name].by_expert else tensor.shape
         return torch.zeros(shape, dtype=self.parameters[name].dtype, device=tensor.device)
 
     def _parts(self, name: str, stacked: Tensor) -> list[Tensor]:
         """Return the part of a parameter that each of the modules' tensors is."""
         if name not in self._modules:
             return []
-        return list(stacked.unbind()) if self._mappings[name].expert else [stacked]
+        return list(stacked.unbind()) if self._mappings[name].by_expert else [stacked]
 
     def _build_parameter(self, name: str, tf_config: DecoderTransformerConfig) -> Tensor:
         tensors, mapping = self._modules.get(name), self._mappings[name]
         fp32 = torch.promote_types(tf_config.params_dtype, torch.float32)
         if tensors is None:
             trained = self._is_trained(name)
-            wide = name in self._scalar_head or name.endswith(_UNTRAINED) or (trained and not self._buffers)
+            wide = name in self._scalar_head or name.endswith(_CORRECTION) or (trained and not self._buffers)
             dtype = fp32 if wide else tf_config.params_dtype
             empty = torch.empty((0, *mapping.shape[1:]), device=tf_config.param_device, dtype=dtype)
             return empty.requires_grad_(trained)
@@ -153,9 +163,9 @@ class ParamRegistry:
         for tensor in tensors:
             tensor.requires_grad_(requires_grad)
         same = not requires_grad or tensors[0].dtype in _WIDE or self._buffers
-        if not mapping.expert and same:
+        if not mapping.by_expert and same:
             return tensors[0]
-        stacked = torch.stack([t.detach() for t in tensors]) if mapping.expert else tensors[0].detach()
+        stacked = torch.stack([t.detach() for t in tensors]) if mapping.by_expert else tensors[0].detach()
         if requires_grad and self._buffers:
             self._copies[name] = stacked.requires_grad_()
             return stacked
@@ -175,7 +185,7 @@ class ParamRegistry:
     def _is_trained(self, name: str) -> bool:
         if self._scalar_head and (name in self._scalar_head or name == LM_HEAD):
             return name != LM_HEAD
-        return self.trained and not name.endswith(self._untrained)
+        return self.trained and not name.endswith(self._untrained) and _INDEXER not in name
 
     def _accumulate(self, name: str, number: int, tensor: Tensor) -> None:
         """Add a module's gradient to the parameter's."""
@@ -183,7 +193,7 @@ class ParamRegistry:
         total = self._grad_sums[name]
         if total is None:
             total = self._grad_sums[name] = self._zeros(name)
-        (total[number] if self._mappings[name].expert else total).add_(tensor.grad)
+        (total[number] if self._mappings[name].by_expert else total).add_(tensor.grad)
         tensor.grad = None
 
 
@@ -212,7 +222,7 @@ def _find_outer_tensors(chunks: Sequence[GPTBackbone], tf_config: DecoderTransfo
 
 def _find_layer_tensors(layer: nn.Module, name: str) -> list[Tensor]:
     tensors: dict[str, Tensor] = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
-    for name_ in megatron_names(name):
+    for name_ in possible_names(name):
         if "{}" not in name_:
             if name_ in tensors:
                 return [tensors[name_]]
@@ -223,7 +233,7 @@ def _find_layer_tensors(layer: nn.Module, name: str) -> list[Tensor]:
         if experts:
             return experts
     raise AssertionError(
-        f"Megatron's layer has no tensor for {name}, expected one of {', '.join(megatron_names(name))}"
+        f"Megatron's layer has no tensor for {name}, expected one of {', '.join(possible_names(name))}"
     )
 
 

@@ -61,6 +61,19 @@ def _set_states(self: Any, model_param: Tensor, tensors: Mapping[str, Tensor]) -
             kept.copy_(tensors[key])
 
 
+def patch_mixed_dtype_groups(inner: Any) -> None:
+    """Let the masters of a distributed optimizer be found where float32 parameters are among low-precision ones.
+
+    ``DistributedOptimizer`` puts the float32 shards of a parameter group first, but looks parameters up at their place
+    in the group before that: the states of a critic in bfloat16, whose head is float32, are those of other parameters.
+    Seen in megatron-core 0.16.1; to be removed with the first release that counts the places after it.
+    """
+    for each in inner.chained_optimizers:
+        for number, groups in enumerate(zip(each.model_fp32_groups, each.model_float16_groups, strict=True)):
+            for place, parameter in enumerate(p for group in groups for p in group):
+                each.model_param_group_index_map[parameter] = (number, place)
+
+
 def patch_bucket_padding(ddp_chunks: Sequence[Any]) -> None:
     """Let a distributed optimizer's checkpoint find parameters after the first bucket of a buffer.
 

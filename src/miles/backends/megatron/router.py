@@ -129,8 +129,12 @@ class BalancedRouter(TopKRouter):
         """Return ``probs``, whose backward pass is also that of the losses of this micro-batch, if there are any."""
         if self.router_loss is None or not self.training or not torch.is_grad_enabled():
             return probs
-        loss = self.router_loss.compute(logits_tE, topk=self.topk, score=self.score_function)
-        return _AttachLoss.apply(probs, loss)  # pyright: ignore[reportReturnType]
+        return attach_loss(probs, self.router_loss.compute(logits_tE, topk=self.topk, score=self.score_function))
+
+
+def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """Return ``x``, whose backward pass is also that of ``loss``."""
+    return _AttachLoss.apply(x, loss)  # pyright: ignore[reportReturnType]
 
 
 class _AttachLoss(torch.autograd.Function):

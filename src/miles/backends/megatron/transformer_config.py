@@ -12,11 +12,12 @@ import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch.nn import functional as F
 
+from miles.backends.megatron.module_choice import ACTIVATIONS, can_use_transformer_engine, choose_modules
 from miles.backends.megatron.router import RouterBalance, split_balance
 from miles.backends.megatron.supported_models import (
-    ACTIVATIONS,
     check_batch_invariant_support,
     check_megatron_support,
+    check_quantization_support,
 )
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.errors import UsageError
@@ -53,17 +54,16 @@ def build_transformer_config(
     Transformer Engine is used where it is installed, unless ``transformer_engine`` is false or the ``numerics`` are
     batch-invariant.
     """
-    problem = check_megatron_support(spec, layout)
-    if problem is None and numerics.batch_invariant:
-        problem = check_batch_invariant_support(spec, layout) or _find_numeric_flag(flags)
-        transformer_engine = False
+    problem = _find_problem(spec, layout, flags, numerics)
     if problem is not None:
         raise UsageError(problem)
+    transformer_engine = transformer_engine and not numerics.batch_invariant
     balance, flags = split_balance(flags)
     _check_balance(balance, spec)
+    transformer_engine = transformer_engine and can_use_transformer_engine(spec)
     transformer_engine = transformer_engine and device.type == "cuda" and find_spec("transformer_engine") is not None
     fields = {
-        **_decoder(spec),
+        **_decoder(spec, layout),
         **_moe(spec, transformer_engine=transformer_engine),
         **_parallel(layout, device, interleaved=flags.get("virtual_pipeline_model_parallel_size") is not None),
         **_precision(dtype),
@@ -99,6 +99,16 @@ def build_transformer_config(
     return tf_config
 
 
+def _find_problem(spec: DecoderSpec, layout: ParallelDims, flags: Mapping[str, Any], numerics: Numerics) -> str | None:
+    """Return why this model cannot be trained so (a sentence), or None if it can."""
+    problem = check_megatron_support(spec, layout) or check_quantization_support(spec)
+    if problem is None and numerics.batch_invariant:
+        problem = check_batch_invariant_support(spec, layout) or _find_numeric_flag(flags)
+    if problem is None and not choose_modules(spec).is_all_megatron:
+        problem = _find_kernel_flag(flags, f"layers of {spec.family} do not")
+    return problem
+
+
 def _check_balance(balance: RouterBalance, spec: DecoderSpec) -> None:
     """Raise an error if the model has no routers to balance as asked."""
     if spec.moe is None and (balance.counts_tokens or balance.frozen):
@@ -121,19 +131,19 @@ _EXACT_RECOMPUTE = ("core_attn", "mlp")
 
 def _find_numeric_flag(flags: Mapping[str, Any]) -> str | None:
     """Return why a flag of Megatron's does not work with batch-invariant layers, or None."""
+    return _find_kernel_flag(flags, "--parity exact does not")
+
+
+def _find_kernel_flag(flags: Mapping[str, Any], who: str) -> str | None:
+    """Return a sentence about the first flag that concerns Megatron's own kernels, or None."""
     _, flags = split_balance(flags)
-    for name in flags:
-        if name not in _EXACT_FIELDS:
-            return (
-                f"--megatron-{name.replace('_', '-')} is about Megatron's own kernels, which --parity exact does not "
-                "use; remove it."
-            )
+    name = next((name for name in flags if name not in _EXACT_FIELDS), None)
+    if name is not None:
+        return f"--megatron-{name.replace('_', '-')} is about Megatron's own kernels, which {who} use; remove it."
     module = next((m for m in flags.get("recompute_modules") or () if m not in _EXACT_RECOMPUTE), None)
     if module is None:
         return None
-    return (
-        f"--parity exact does not work with --megatron-recompute-modules {module}; use {', '.join(_EXACT_RECOMPUTE)}."
-    )
+    return f"{who} work with --megatron-recompute-modules {module}; use {', '.join(_EXACT_RECOMPUTE)}."
 
 
 def find_router_conflict(tf_config: DecoderTransformerConfig) -> str | None:
@@ -142,7 +152,7 @@ def find_router_conflict(tf_config: DecoderTransformerConfig) -> str | None:
     return "moe-router-fusion" if tf_config.moe_router_fusion else "recompute-modules moe" if again else None
 
 
-def _decoder(spec: DecoderSpec) -> dict[str, Any]:
+def _decoder(spec: DecoderSpec, layout: ParallelDims) -> dict[str, Any]:
     mlp = _mlp(spec)
     return {
         "num_layers": spec.num_layers,
@@ -152,11 +162,14 @@ def _decoder(spec: DecoderSpec) -> dict[str, Any]:
         "layernorm_epsilon": spec.norm_eps,
         "gated_linear_unit": True,
         "activation_func": _ACTIVATIONS[mlp.activation],
-        **_attention(spec.layers[0].mixer),
+        **_attention(choose_modules(spec).attention, layout),
     }
 
 
-def _attention(mixer: object) -> dict[str, Any]:
+def _attention(mixer: AttentionSpec | MlaSpec | None, layout: ParallelDims) -> dict[str, Any]:
+    if mixer is None:  # no layer reads these
+        heads = {"num_attention_heads": layout.tensor, "num_query_groups": layout.tensor, "kv_channels": 1}
+        return {"multi_latent_attention": False, "add_bias_linear": False, "qk_layernorm": False, **heads}
     if isinstance(mixer, MlaSpec):
         return {
             "multi_latent_attention": True,
@@ -173,7 +186,6 @@ def _attention(mixer: object) -> dict[str, Any]:
             "add_bias_linear": False,
             "qk_layernorm": True,
         }
-    assert isinstance(mixer, AttentionSpec)
     return {
         "multi_latent_attention": False,
         "num_attention_heads": mixer.num_heads,
@@ -195,14 +207,22 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = dict(
 
 
 def _moe(spec: DecoderSpec, *, transformer_engine: bool) -> dict[str, Any]:
-    moe = spec.moe
-    if moe is None:
+    moe = choose_modules(spec).moe
+    if spec.moe is None:
         return {}
     out: dict[str, Any] = {
-        "num_moe_experts": moe.num_experts,
+        "num_moe_experts": spec.moe.num_experts,
+        "moe_router_topk": spec.moe.experts_per_token,
+        "moe_ffn_hidden_size": spec.moe.size,
+        "moe_layer_freq": [int(isinstance(layer.ffn, MoeSpec)) for layer in spec.layers],
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+    if moe is None:
+        return out | {"moe_router_pre_softmax": True}  # which Megatron requires with one expert per token
+    out |= {
         "moe_router_topk": moe.experts_per_token,
         "moe_ffn_hidden_size": moe.size,
-        "moe_layer_freq": [int(isinstance(layer.ffn, MoeSpec)) for layer in spec.layers],
         "moe_router_score_function": moe.score,
         # Normalized weights equal a softmax over the selected experts.
         "moe_router_pre_softmax": moe.score == "softmax" and not moe.norm_topk_prob,
@@ -210,8 +230,6 @@ def _moe(spec: DecoderSpec, *, transformer_engine: bool) -> dict[str, Any]:
         "moe_router_enable_expert_bias": moe.correction,
         "moe_router_bias_update_rate": 0.0,
         "moe_router_dtype": "fp32" if moe.wide_router or moe.score == "sigmoid" else None,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": transformer_engine,
     }
     if moe.groups > 1:
@@ -273,9 +291,11 @@ def _quantization(spec: DecoderSpec, *, transformer_engine: bool) -> dict[str, A
 
 
 def _mlp(spec: DecoderSpec) -> MlpSpec:
-    """Return the MLP of dense layers; without any, one like the experts."""
-    found = next((layer.ffn for layer in spec.layers if isinstance(layer.ffn, MlpSpec)), None)
-    if found is not None:
-        return found
-    assert spec.moe is not None
-    return MlpSpec(size=spec.moe.size, activation=spec.moe.activation)
+    """Return the MLP of Megatron's dense layers; without any, one like its experts."""
+    modules = choose_modules(spec)
+    if modules.mlp is not None:
+        return modules.mlp
+    if modules.moe is not None:
+        return MlpSpec(size=modules.moe.size, activation=modules.moe.activation)
+    sizes = [layer.ffn.size for layer in spec.layers if layer.ffn is not None]
+    return MlpSpec(size=sizes[0])

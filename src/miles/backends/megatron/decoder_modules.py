@@ -1,0 +1,324 @@
+"""The decoder's own mixers, MLPs and experts as modules of Megatron's layers, where Megatron has no such module.
+
+A module has this tensor-parallel rank's heads and channels, as in the FSDP2 trainer's tensor parallelism, and under
+expert parallelism this rank's experts. It reads all slots of the tensor-parallel ranks and returns a partial sum.
+
+Shapes: ``t`` slots of this rank, ``s`` those of them that are its own under sequence parallelism, 1 Megatron's batch
+dimension, D features, E experts, k of them per token.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from miles.backends.megatron.batch_invariant_layers import reduce_in_rank_order
+from miles.backends.megatron.module_choice import choose_modules
+from miles.backends.megatron.packed_batch import LayerRoutingReplay, PackedParams
+from miles.backends.megatron.parallel_state import MegatronGroup
+from miles.backends.megatron.router import RouterLoss, attach_loss
+from miles.backends.megatron.transformer_config import DecoderTransformerConfig
+from miles.kernels.attention.params import AttentionInputs
+from miles.kernels.batch_invariant.elementwise import sum_in_rank_order
+from miles.models.decoder import MIXERS
+from miles.models.layers.attention import Attention
+from miles.models.layers.attention_backend import AttentionBackend
+from miles.models.layers.mlp import Mlp
+from miles.models.layers.moe import MoeMlp, Routing
+from miles.models.layers.norm import RMSNorm
+from miles.models.parallel.expert_dispatch import AllToAllDispatcher
+from miles.models.parallel.tp_decoder import ParallelRMSNorm
+from miles.models.parallel.tp_sharding import compute_tp_shards, shard_spec
+from miles.models.spec import DecoderSpec, MlaSpec, MlpSpec, MoeSpec
+
+
+class TensorParallelRegion:
+    """Where the tensor-parallel ranks compute partial results from the same slots."""
+
+    def __init__(self, config: DecoderTransformerConfig) -> None:
+        self.group = MegatronGroup(parallel_state.get_tensor_model_parallel_group())
+        self._sequence = bool(config.sequence_parallel) and self.group.world > 1
+        self._batch_invariant = config.numerics.batch_invariant
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return all slots; their gradient is summed over the ranks."""
+        if self._sequence:
+            return gather_from_sequence_parallel_region(x, group=self.group.process_group)
+        return copy_to_tensor_model_parallel_region(x, group=self.group.process_group)
+
+    def leave(self, part: Tensor) -> Tensor:
+        """Sum partial results over the ranks; under sequence parallelism of this rank's own slots."""
+        if self._batch_invariant:
+            return reduce_in_rank_order(part, self.group, sequence=self._sequence)
+        if self._sequence:
+            return reduce_scatter_to_sequence_parallel_region(part, group=self.group.process_group)
+        return reduce_from_tensor_model_parallel_region(part, group=self.group.process_group)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum inside a mixer or MLP, where every rank continues differently: the gradient is summed too."""
+        if self.group.world == 1:
+            return x
+        return _AllReduce.apply(x, self.group, self._batch_invariant)  # pyright: ignore[reportReturnType]
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: MegatronGroup, batch_invariant: bool) -> Tensor:
+        ctx.group = group
+        return sum_in_rank_order(group.gather(x)) if batch_invariant else group.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.group.sum(grad), None, None
+
+
+class DecoderModule(MegatronModule):
+    """A module of the decoder in Megatron's layer, under the name that it has in the decoder's layer."""
+
+    def __init__(self, config: DecoderTransformerConfig, **_: Any) -> None:
+        super().__init__(config=config)
+        self.region = TensorParallelRegion(config)
+
+    def add_decoder_module(
+        self, config: DecoderTransformerConfig, index: int, name: str, build: Callable[..., nn.Module]
+    ) -> nn.Module:
+        """Build the decoder's module ``name`` of layer ``index``, uninitialized, on this rank's device."""
+        module = build(device="meta", dtype=config.params_dtype, numerics=config.numerics)
+        if isinstance(module, MoeMlp):
+            _keep_own_experts(module)
+        if isinstance(module, Attention) and module.spec.qk_norm == "all" and self.region.group.world > 1:
+            assert module.q_norm is not None and module.k_norm is not None
+            module.q_norm, module.k_norm = (
+                ParallelRMSNorm(norm, self.region.group.world, self.region.all_reduce)
+                for norm in (module.q_norm, module.k_norm)
+            )
+        module = module.to_empty(device=config.param_device)
+        self.add_module(name, module)
+        if self.region.group.rank:
+            shards = compute_tp_shards(config.decoder_spec)
+            for inner, parameter in module.named_parameters():
+                if shards[f"layers.{index}.{name}.{inner}"].first_rank_only and parameter.requires_grad:
+                    # Zeros on this rank, which stay so.
+                    parameter.register_hook(torch.zeros_like)
+        return module
+
+
+def rank_spec(config: DecoderTransformerConfig) -> DecoderSpec:
+    """Return the spec of this tensor-parallel rank's part of the decoder."""
+    return shard_spec(config.decoder_spec, config.tensor_model_parallel_size)
+
+
+# -- mixers ---------------------------------------------------------------------------------
+
+
+class DecoderMixer(DecoderModule):
+    """The decoder's mixer as Megatron's self-attention."""
+
+    def __init__(self, config: DecoderTransformerConfig, layer_number: int, **_: Any) -> None:
+        super().__init__(config)
+        spec, index = rank_spec(config), layer_number - 1
+        mixer = spec.layers[index].mixer
+        name, mixer_class = MIXERS[type(mixer)]
+        self.mixer = name
+        self._index = index
+        self._selects = isinstance(mixer, MlaSpec) and mixer.indexer is not None and mixer.indexer.source is None
+        self.add_decoder_module(config, index, name, partial(mixer_class, mixer, spec, index))
+        modules = config.recompute_modules or ()
+        self._recomputes = config.recompute_granularity == "selective" and "core_attn" in modules
+
+    def forward(
+        self, hidden_states: Tensor, *_: Any, packed_seq_params: PackedParams | None = None, **__: Any
+    ) -> tuple[Tensor, None]:
+        assert packed_seq_params is not None
+        packed = packed_seq_params.attn_backend
+        recomputes = self._recomputes and torch.is_grad_enabled()
+        backend = _RecomputedAttention(packed) if recomputes else packed
+        x_tD = self.region.enter(hidden_states).flatten(0, 1)
+        if self._selects and x_tD.requires_grad:
+            # Layers that reuse the selection are behind this one, and their backward runs earlier.
+            x_tD.register_hook(lambda _: packed.drop_selection(self._index))
+        out_tD = self.get_submodule(self.mixer)(x_tD, packed_seq_params.positions, backend)
+        return self.region.leave(out_tD).unsqueeze(1), None
+
+
+class _RecomputedAttention:
+    """An attention backend whose intermediate results are computed again in backward."""
+
+    latent = False
+
+    def __init__(self, inner: AttentionBackend) -> None:
+        self._inner = inner
+
+    def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        out = checkpoint(self._inner, layer, inputs, use_reentrant=False)
+        assert isinstance(out, Tensor)
+        return out
+
+    def recurrent_state(self, layer: int) -> Any:
+        """Return that of the backend."""
+        return self._inner.recurrent_state(layer)
+
+
+# -- feed-forward ---------------------------------------------------------------------------
+
+
+class DecoderMlp(DecoderModule):
+    """The decoder's MLP as Megatron's, which says in ``set_layer_number`` in which layer it is."""
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Build the MLP of this layer."""
+        config, index = self.config, layer_number - 1
+        assert isinstance(config, DecoderTransformerConfig)
+        ffn, full = rank_spec(config).layers[index].ffn, config.decoder_spec.layers[index].ffn
+        assert isinstance(ffn, MlpSpec) and full is not None
+        mlp = self.add_decoder_module(config, index, "mlp", partial(Mlp, config.hidden_size, ffn))
+        assert isinstance(mlp, Mlp)
+        if self.region.group.world > 1:
+            mlp.all_channels = full.size, self.region.all_reduce
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        mlp = self.get_submodule("mlp")
+        return self.region.leave(mlp(self.region.enter(hidden_states).flatten(0, 1))).unsqueeze(1), None
+
+
+class DecoderMoe(DecoderModule):
+    """The decoder's experts as Megatron's MoE layer, built in ``set_layer_number``; every rank routes its own slots.
+
+    ``router_replay`` and ``router_loss`` are those of the micro-batch, set before each forward. Experts beside an MLP
+    read the residual stream, of which the norm before the MLP is here.
+    """
+
+    router_replay: LayerRoutingReplay | None = None
+    router_loss: RouterLoss | None = None
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Build the experts of this layer."""
+        config, index = self.config, layer_number - 1
+        assert isinstance(config, DecoderTransformerConfig)
+        spec, ffn = config.decoder_spec, rank_spec(config).layers[index].ffn
+        assert isinstance(ffn, MoeSpec)
+        norm: dict[str, Any] = {"eps": spec.norm_eps, "offset": spec.norm_offset}
+        slot = spec.moe_layers.index(index)
+        moe = self.add_decoder_module(config, index, "moe", partial(MoeMlp, config.hidden_size, ffn, slot, **norm))
+        assert isinstance(moe, MoeMlp)
+        ep_group = MegatronGroup(parallel_state.get_expert_model_parallel_group())
+        moe.exchange = AllToAllDispatcher(ep_group) if ep_group.world > 1 else None
+        self.mlp_norm: RMSNorm | None = None
+        if ffn.beside_mlp:
+            factory: dict[str, Any] = {"device": config.param_device, "dtype": config.params_dtype}
+            self.mlp_norm = RMSNorm(config.hidden_size, **norm, **factory, numerics=config.numerics)
+
+    @property
+    def router(self) -> DecoderMoe:
+        """What takes the replay and the losses of a micro-batch: the module itself."""
+        return self
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        moe = self.get_submodule("moe")
+        assert isinstance(moe, MoeMlp)
+        x_sD = hidden_states.flatten(0, 1)
+        routing = None if self.router_replay is None else LayerRouting(self.router_replay)
+        weights_sk, experts_sk = moe.route_tokens(x_sD, routing)
+        weights_sk = self._attach_loss(moe, weights_sk, x_sD)
+        group = self.region.group
+        if group.world > 1:
+            assert self.config.sequence_parallel, "a rule refuses experts and tensor parallelism without it"
+            weights_tk = gather_from_sequence_parallel_region(weights_sk, group=group.process_group)
+            experts_tk = torch.cat(group.gather(experts_sk))
+        else:
+            weights_tk, experts_tk = weights_sk, experts_sk
+        out_tD = moe.run_experts(self.region.enter(x_sD), weights_tk, experts_tk)
+        out_sD = self.region.leave(out_tD)
+        if self.mlp_norm is not None:
+            assert moe.shared is not None
+            shared_sD = self.region.leave(moe.shared(self.region.enter(self.mlp_norm(x_sD))))
+            out_sD = moe.join_branches(out_sD, shared_sD)
+        return out_sD.view(hidden_states.shape), None
+
+    def _attach_loss(self, moe: MoeMlp, weights_sk: Tensor, x_sD: Tensor) -> Tensor:
+        """Let backward also be that of the router losses of this micro-batch, if there are any."""
+        if self.router_loss is None or not self.training or not torch.is_grad_enabled():
+            return weights_sk
+        logits_sE = moe.compute_router_logits(x_sD)
+        score = "softmax" if moe.spec.score == "softmax" else "sigmoid"
+        return attach_loss(
+            weights_sk, self.router_loss.compute(logits_sE, topk=moe.spec.experts_per_token, score=score)
+        )
+
+
+class LayerRouting(Routing):
+    """The routing of one layer and micro-batch, which Megatron's replay chooses and counts."""
+
+    def __init__(self, replay: LayerRoutingReplay) -> None:
+        super().__init__()
+        self._replay = replay
+        self.replay_TLk = replay.replay.replay_tLk
+
+    def choose(self, slot: int, own_Tk: Tensor) -> Tensor:
+        """Return the experts to use, given the router's own selection."""
+        return self._replay.choose(own_Tk)
+
+
+def _keep_own_experts(moe: MoeMlp) -> None:
+    """Give the stacked tensors of a module without storage as many experts as an expert-parallel rank has."""
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    for name in ("gate_up", "up", "down", "gate_up_bias", "down_bias"):
+        full: nn.Parameter | None = getattr(moe, name)
+        if full is not None and ranks > 1:
+            size = (len(full) // ranks, *full.shape[1:])
+            setattr(moe, name, nn.Parameter(torch.empty(size, dtype=full.dtype, device=full.device)))
+
+
+# -- norms behind a module --------------------------------------------------------------------
+
+
+class PostNormResidual(MegatronModule):
+    """Adds a module's output to the residual stream, in place of Megatron's bias-dropout-add, through a norm."""
+
+    def __init__(self, config: DecoderTransformerConfig, norm: Callable[..., nn.Module]) -> None:
+        super().__init__(config=config)
+        self.norm = norm(config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+        return self._add
+
+    def _add(self, out_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        out, bias = out_with_bias
+        out = self.norm(out if bias is None else out + bias)
+        return residual + F.dropout(out, dropout, self.training)
+
+
+# -- layer specs ------------------------------------------------------------------------------
+
+
+def use_decoder_modules(
+    submodules: Any, config: DecoderTransformerConfig, index: int, *, norm: Callable[..., nn.Module]
+) -> None:
+    """Replace the modules of Megatron's layer spec by the decoder's, where Megatron has none for layer ``index``."""
+    layer, modules = config.decoder_spec.layers[index], choose_modules(config.decoder_spec)
+    if index in modules.mixers:
+        submodules.self_attention = ModuleSpec(module=DecoderMixer)
+    if index in modules.ffns:
+        submodules.mlp = DecoderMoe if isinstance(layer.ffn, MoeSpec) else DecoderMlp
+        if isinstance(layer.ffn, MoeSpec) and layer.ffn.beside_mlp:
+            submodules.pre_mlp_layernorm = IdentityOp
+    if layer.post_norms:
+        post_norm = ModuleSpec(module=PostNormResidual, params={"config": config, "norm": norm})
+        submodules.self_attn_bda = submodules.mlp_bda = post_norm

@@ -1,0 +1,116 @@
+"""Choice of modules per layer: Megatron's attention, MLP and experts, or the decoder's. No torch and no Megatron.
+
+Megatron-Core has one config for all layers. A part of a layer that this config cannot describe, such as a recurrent
+mixer or sparse attention, is the decoder's own module, sharded over Megatron's ranks (``decoder_modules``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MlpSpec, MoeSpec
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+"""Activations of Megatron's gated MLPs and experts."""
+
+MIXER_NAMES = ("attention", "mla", "delta", "kda", "mamba", "short_conv")
+"""Names of the decoder's mixers in its layers."""
+
+FFN_NAMES = ("mlp", "moe")
+"""Names of its feed-forward parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleChoice:
+    """The layers whose ``mixers`` and feed-forward parts (``ffns``) are the decoder's modules.
+
+    Those of the other layers are Megatron's, which ``attention``, ``mlp`` and ``moe`` describe; each is None if no
+    layer has Megatron's.
+    """
+
+    mixers: frozenset[int]
+    ffns: frozenset[int]
+    attention: AttentionSpec | MlaSpec | None
+    mlp: MlpSpec | None
+    moe: MoeSpec | None
+
+    @property
+    def is_all_megatron(self) -> bool:
+        """Whether every module is Megatron's."""
+        return not (self.mixers or self.ffns)
+
+    def has_param(self, name: str) -> bool:
+        """Return whether a parameter is of a module of the decoder."""
+        parts = name.split(".")
+        if parts[0] != "layers":
+            return False
+        home = self.mixers if parts[2] in MIXER_NAMES else self.ffns if parts[2] in FFN_NAMES else frozenset[int]()
+        return int(parts[1]) in home
+
+
+@lru_cache(maxsize=8)
+def choose_modules(spec: DecoderSpec) -> ModuleChoice:
+    """Choose Megatron's modules for the layers that its one config describes, which is that of the first such layer."""
+    mixers = [layer.mixer for layer in spec.layers]
+    ffns = [layer.ffn for layer in spec.layers]
+    attention = next((mixer for mixer in mixers if _has_attention(mixer, spec)), None)
+    assert attention is None or isinstance(attention, AttentionSpec | MlaSpec)
+    # One setting for the biases of all outputs, and Megatron's experts have none.
+    bias = isinstance(attention, AttentionSpec) and attention.output_bias
+    mlp = next((ffn for ffn in ffns if isinstance(ffn, MlpSpec) and _has_mlp(ffn) and ffn.bias == bias), None)
+    moe = next((ffn for ffn in ffns if isinstance(ffn, MoeSpec) and _has_moe(ffn) and not bias), None)
+    return ModuleChoice(
+        mixers=frozenset(
+            i
+            for i, mixer in enumerate(mixers)
+            if mixer is not None and not (_has_attention(mixer, spec) and _sizes(mixer) == _sizes(attention))
+        ),
+        ffns=frozenset(i for i, ffn in enumerate(ffns) if ffn is not None and ffn not in (mlp, moe)),
+        attention=attention,
+        mlp=mlp,
+        moe=moe,
+    )
+
+
+def can_use_transformer_engine(spec: DecoderSpec) -> bool:
+    """Return whether layers may be Transformer Engine's, which fuses norms, without an offset, into projections."""
+    return choose_modules(spec).is_all_megatron and not spec.norm_offset
+
+
+def _has_attention(mixer: object, spec: DecoderSpec) -> bool:
+    """Return whether Megatron has such a mixer."""
+    if isinstance(mixer, MlaSpec):
+        is_plain = mixer.indexer is None and not mixer.bias and mixer.temperature is None and mixer.rope is not None
+        return is_plain and mixer.norm_eps == spec.norm_eps and not spec.norm_offset
+    if not isinstance(mixer, AttentionSpec) or mixer.qk_norm not in ("none", "head"):
+        return False
+    if mixer.output_bias and (not mixer.qkv_bias or spec.moe is not None):
+        return False
+    differs = mixer.sinks or mixer.gated or mixer.head_gate or mixer.value_norm or mixer.value_from_key
+    return not (differs or mixer.kv_source is not None or mixer.indexer is not None)
+
+
+def _has_mlp(mlp: MlpSpec) -> bool:
+    return mlp.gated and not mlp.sparsity and mlp.activation in ACTIVATIONS
+
+
+def _has_moe(moe: MoeSpec) -> bool:
+    """Return whether Megatron has such experts and such a router."""
+    own_experts = not moe.gated or moe.activation not in ACTIVATIONS or moe.interleaved or moe.expert_bias
+    own_experts = own_experts or moe.latent is not None or moe.weigh_input or moe.beside_mlp
+    own_router = moe.score == "sqrtsoftplus" or moe.router_bias or bool(moe.hash_vocab)
+    own_router |= moe.score == "sigmoid" and not moe.norm_topk_prob
+    own_router |= moe.score == "softmax" and moe.correction
+    own_router |= moe.experts_per_token == 1 and moe.norm_topk_prob
+    own_router |= moe.groups > 1 and moe.experts_per_token // moe.kept_groups != moe.group_top
+    shared = moe.shared
+    own_shared = shared is not None and (shared.bias or not _has_mlp(shared) or shared.activation != moe.activation)
+    return not (own_experts or own_router or own_shared)
+
+
+def _sizes(mixer: object) -> object:
+    """Return everything that must be equal in all of Megatron's layers."""
+    if isinstance(mixer, AttentionSpec):
+        return mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.qk_norm, mixer.qkv_bias, mixer.output_bias
+    return mixer

@@ -1,0 +1,114 @@
+"""What the plan says a Megatron rank holds, against the tensors that each rank really holds after a step."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from tests.backends.megatron import cases
+from tests.backends.megatron.memory_cases import MemoryCase, hold_all
+from tests.pool import ranks
+
+from miles.backends.megatron.rank_memory import (
+    HeldModel,
+    compute_rank_bytes,
+    parse_memory_flags,
+)
+from miles.launch.plan.layout_memory import (
+    estimate_rank_critic_memory,
+    estimate_rank_frozen_bytes,
+    estimate_rank_lora_memory,
+    estimate_rank_memory,
+)
+from miles.models.families import spec_from_config
+from miles.models.lora.targets import LoraSpec, select_targets
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed: miles-rl[megatron]"),
+]
+
+OWN = ("--use-distributed-optimizer",)
+INTERLEAVED = ("--virtual-pipeline-model-parallel-size", "2")
+TENSOR, STAGES, PARTS = {"tensor": 2, "sequence": True}, {"pipeline": 2}, {"shard": 2}
+TWO = [
+    MemoryCase(kind="qwen3", layout=PARTS),
+    MemoryCase(kind="qwen3", layout=PARTS, dtype="float32", train={"optimizer_state_dtype": "int8"}),
+    MemoryCase(kind="qwen3", layout=PARTS, flags=OWN),
+    MemoryCase(kind="qwen3", layout=STAGES),
+    MemoryCase(kind="qwen3", layout=STAGES, flags=OWN),
+    MemoryCase(kind="qwen3", layout=STAGES, flags=(*INTERLEAVED, *OWN), dtype="float32"),
+    MemoryCase(kind="qwen3 untied", layout=STAGES, flags=("--num-layers-in-first-pipeline-stage", "1")),
+    MemoryCase(kind="qwen3 one key", layout=TENSOR, train={"optimizer": "muon"}),
+    MemoryCase(kind="llama", layout=TENSOR, flags=OWN),
+    MemoryCase(kind="qwen2_moe", layout=PARTS | {"expert": 2}),
+    MemoryCase(kind="qwen2_moe", layout=PARTS | {"expert": 2}, flags=OWN),
+    MemoryCase(kind="qwen3_moe", layout=TENSOR | {"expert_tensor": 1}, flags=OWN),
+    MemoryCase(kind="qwen3_moe", layout=TENSOR | {"expert_tensor": 1, "expert": 2}),
+    MemoryCase(kind="deepseek_v3", layout=TENSOR),
+    MemoryCase(kind="deepseek_v3", layout=TENSOR, flags=OWN, dtype="float32"),
+    MemoryCase(kind="deepseek_v3", layout=STAGES, flags=OWN),
+    MemoryCase(kind="deepseek_v3", layout=PARTS | {"expert": 2}, role="frozen"),
+    MemoryCase(kind="qwen3_moe", layout=STAGES, role="frozen"),
+    MemoryCase(kind="qwen3 untied", layout=STAGES, role="critic"),
+    MemoryCase(kind="qwen3", layout=PARTS, role="critic", flags=OWN),
+    MemoryCase(kind="qwen3 untied", layout=TENSOR, role="adapters"),
+]
+FOUR = [
+    MemoryCase(kind="qwen3", layout=TENSOR | STAGES, flags=OWN),
+    MemoryCase(kind="deepseek_v3", layout=TENSOR | PARTS | {"expert": 2}, flags=OWN),
+    MemoryCase(kind="qwen3_moe", layout=TENSOR | PARTS | {"expert": 2, "expert_tensor": 1}, flags=OWN),
+    MemoryCase(kind="qwen2_moe", layout=STAGES | PARTS | {"expert": 2}, flags=OWN),
+    MemoryCase(kind="qwen3_moe", layout=TENSOR | {"context": 2, "expert": 2}),
+]
+
+
+def spec_of(case: MemoryCase):
+    return spec_from_config(cases.KINDS[case.kind])
+
+
+def held_model(case: MemoryCase) -> HeldModel:
+    head = (spec_of(case).hidden_size, 1) if case.role == "critic" else ()
+    return HeldModel(
+        dtype=case.dtype,
+        trained=case.role != "frozen",
+        moments=case.train.get("optimizer_state_dtype", "float32"),
+        optimizer=case.train.get("optimizer", "adam"),
+        scalar_head=head,
+    )
+
+
+def plan_rank(case: MemoryCase, world: int, rank: int) -> tuple[int, int, int]:
+    flags = parse_memory_flags(case.flags)
+    plan = compute_rank_bytes(spec_of(case), case.dims(world), flags, held_model(case), rank)
+    return plan.weights, plan.gradients, plan.optimizer
+
+
+def plan_fullest(case: MemoryCase, world: int) -> tuple[int, int, int]:
+    """The fullest rank, as the functions behind `miles plan` say it."""
+    spec, layout, flags = spec_of(case), case.dims(world), parse_memory_flags(case.flags)
+    held = held_model(case)
+    if case.role == "frozen":
+        return estimate_rank_frozen_bytes(spec, layout, case.dtype, megatron=flags), 0, 0
+    if case.role == "adapters":
+        lora = LoraSpec(rank=3, alpha=6.0, targets=select_targets(spec, None, None))
+        plan = estimate_rank_lora_memory(spec, layout, case.dtype, lora, megatron=flags)
+        return plan.weights + plan.base + plan.adapters, plan.gradients, plan.optimizer
+    estimate = estimate_rank_critic_memory if case.role == "critic" else estimate_rank_memory
+    plan = estimate(spec, layout, case.dtype, moments=held.moments, optimizer=held.optimizer, megatron=flags)
+    assert plan.gathered == 0
+    return plan.weights, plan.gradients, plan.optimizer
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_rank_holds_what_the_plan_says_to_the_byte(tmp_path: Path, world: int):
+    held = {2: TWO, 4: FOUR}[world]
+    for kind in {case.kind for case in held}:
+        cases.written(tmp_path / kind.replace(" ", "_"), kind)
+    reported = ranks(world, hold_all, tmp_path, held)
+    found = {case: [of_rank[number] for of_rank in reported] for number, case in enumerate(held)}
+    planned = {case: [plan_rank(case, world, rank) for rank in range(world)] for case in held}
+    # Adapters and the base under them are whole on every rank, and counted by the plan alone.
+    planned |= {case: found[case] for case in held if case.role == "adapters"}
+    assert {case: found[case] for case in held if planned[case] != found[case]} == {}
+    fullest = {case: plan_fullest(case, world) for case in held}
+    assert {case: fullest[case] for case in held if fullest[case] != max(found[case], key=sum)} == {}
