@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from miles.algo.advantages import limit_staleness
 from miles.core.errors import MilesError
 from miles.core.events import BatchTaken, Evaluated, GroupFinished, PromptAdmitted, RunEnded, Saved, StepFinished
 from miles.core.protocols import FilterResult
@@ -393,3 +394,53 @@ def test_a_spare_group_that_will_not_be_cut_is_named(tmp_path):
                 Deaf(tmp_path).planes, LoopSettings(steps=2, groups_per_step=4, extra_groups=2, stall_timeout=0.5)
             ).run()
         )
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("drop", [0.0, 0.4])
+@pytest.mark.parametrize("k", [1, 2])
+def test_spare_groups_of_overlapping_planes_keep_the_staleness_bound(tmp_path, k, drop, partial):
+    """Every seventh prompt takes longer than the bound allows, and is overtaken."""
+
+    class Uneven(Harness):
+        async def produce(self, prompt: Prompt) -> Group:
+            group = await super().produce(prompt)
+            for _ in range(400 if prompt.id % 7 == 3 else 0):
+                await asyncio.sleep(0)
+            return group
+
+    def limit(samples):
+        return limit_staleness(samples, lambda _: harness.trained, k)
+
+    harness = Uneven(tmp_path, drop=drop)
+    harness.planes = replace(harness.planes, limit_staleness=limit if partial else None)
+    settings = LoopSettings(steps=12, groups_per_step=4, max_staleness=k, extra_groups=3, partial=partial)
+    asyncio.run(asyncio.wait_for(Loop(harness.planes, settings).run(), 60))
+    assert [len(batch.samples) for batch in harness.batches] == [4] * 12
+    assert max(harness.staleness) == k
+    assert all(sample.mask.any() for batch in harness.batches for sample in batch.samples)
+    reported = [event for event in harness.events if isinstance(event, GroupFinished)]
+    tickets = [event.ticket for event in reported]
+    assert len(tickets) == len(set(tickets)), "every ticket has one end"
+    assert sum(event.kept for event in reported) == 48
+    assert {event.reason for event in reported if not event.kept} - {"unlucky", "leftover"} == {"stale"}
+    last = [e for e in harness.events if isinstance(e, StepFinished)][-1]
+    assert partial or last.metrics["groups_aborted"] >= 0
+    admitted = {event.ticket for event in harness.events if isinstance(event, PromptAdmitted)}
+    assert set(tickets) <= admitted and len(admitted) - len(tickets) <= (k + 1) * 4 + 3
+
+
+def test_a_late_group_that_will_not_be_cancelled_is_named(tmp_path):
+    class Deaf(Harness):
+        async def produce(self, prompt: Prompt) -> Group:
+            group = await super().produce(prompt)
+            for _ in range(2 if prompt.id == 1 else 0):
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    continue
+            return group
+
+    settings = LoopSettings(steps=6, groups_per_step=4, max_staleness=1, extra_groups=2, stall_timeout=0.5)
+    with pytest.raises(MilesError, match=r"late ones to be cancelled; in flight: tickets .*1 \(prompt 1\)"):
+        asyncio.run(Loop(Deaf(tmp_path).planes, settings).run())

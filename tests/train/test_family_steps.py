@@ -25,9 +25,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "lfm2": {},
     "hybrid kimi linear": {},
     "hybrid glm 5.3 flash": {"index_topk": 8},
+    "hybrid qwen4": {"indexer_budget": 4, "indexer_compress_ratio": 2},
     "glm 5 shared choices": {"index_topk": 4},
     "minimax-m3": {"index_block_size": 2, "index_topk_blocks": 2},
     "gemma3n": {"sliding_window": 4},
+    "inkling": {"sliding_window_size": 4, "rel_extent": 5, "log_scaling_n_floor": 3},
     "deepseek v4": {"sliding_window": 4, "index_topk": 2, "compress_rates": {CSA: 2, HCA: 3}},
 }
 SFT = {"loss_type": "sft_loss"}
@@ -105,7 +107,7 @@ def test_a_step_is_the_one_of_transformers(kind, chunk, loss, algo, tmp_path):
     assert report.metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert distance(weights(trainer), named(reference, tmp_path / "c")) < 1e-5
     corrected = ("deepseek v3", "step 3.7", "hybrid nemotron 3", "hybrid kimi linear", "glm 5 shared choices")
-    corrected += ("hybrid glm 5.3 flash", "minimax-m3", "deepseek v4")
+    corrected += ("hybrid glm 5.3 flash", "minimax-m3", "inkling", "deepseek v4", "hybrid qwen4")
     assert bool(held) == (kind in corrected)
     assert all(torch.equal(trainer.weights()[name], tensor) for name, tensor in held.items())
 

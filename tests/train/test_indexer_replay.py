@@ -9,7 +9,6 @@ import torch
 from tests.models.oracle import hf_model, twin
 from tests.train.small_trainer import distance, step, weights, worker
 
-from miles.backends.fsdp.indexer_replay import build_selections
 from miles.backends.fsdp.local_model import LocalModel
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.engine import NativeEngine
@@ -20,13 +19,15 @@ from miles.core.token_fields import INDEXER_TOPK
 from miles.core.types import Sample, Version
 from miles.kernels.attention.topk_positions import select_topk
 from miles.kernels.attention.varlen import VarlenAttentionBackend
+from miles.kernels.batch_invariant.attention_metadata import Selection
 from miles.kernels.batch_invariant.packed_attention import BatchInvariantVarlenBackend
 from miles.kernels.numerics import BATCH_INVARIANT
 from miles.models.decoder import Decoder
 from miles.models.indexer_layout import build_indexer_layout
 from miles.sync.manifest import build_manifest
+from miles.train.indexer_replay import build_selections
 
-SPARSE = ("deepseek v3.2", "minimax-m3", "hybrid glm 5.3 flash")
+SPARSE = ("deepseek v3.2", "minimax-m3", "hybrid glm 5.3 flash", "hybrid qwen4")
 REPLAY = {"use_rollout_indexer_replay": True}
 
 
@@ -46,7 +47,7 @@ def perturbed(decoder, scale=0.05):
     """The same model after some training: other hidden states, so that indexers select other tokens."""
     torch.manual_seed(1)
     with torch.no_grad():
-        for parameter in decoder.parameters():
+        for parameter in (p for p in decoder.parameters() if p.is_floating_point()):
             parameter.add_(scale * torch.randn_like(parameter))
     return decoder
 
@@ -123,8 +124,10 @@ class Listening(LocalModel):
 def tokens_seen(spec, layer, selection, sequence, query):
     """The tokens that a query attends to in each group of a layer: sets."""
     mixer = spec.layers[layer].mixer
-    if isinstance(selection, torch.Tensor):  # the mask of batch-invariant attention
-        return [set(selection[query].nonzero()[:, 0].tolist())]
+    if isinstance(selection, Selection):  # of batch-invariant attention
+        units = [each.nonzero()[:, 0].tolist() for each in selection.units_TXU[query]]
+        size = selection.size
+        return [{t for u in each for t in range(u * size, (u + 1) * size) if t <= query} for each in units]
     selected = selection.selected[sequence]
     if selection.block is None:
         return [{t for t in selected[query].tolist() if t <= query}]

@@ -5,8 +5,10 @@ NumPy only, so the rollout side runs it without torch. ``_I``: one entry per tra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -122,7 +124,7 @@ def zero_advantages(reward_I: Floats64, length_I: Floats64) -> Floats64:
 
 
 def _differ(reward_I: Floats64) -> bool:
-    return len(reward_I) > 1 and bool(np.ptp(reward_I) > 0)
+    return len(reward_I) > 1 and bool(reward_I.max() > reward_I.min())
 
 
 def _is_masked(trajectory: Trajectory, masked: frozenset[Status]) -> bool:
@@ -217,27 +219,28 @@ class OutcomeEstimator:
                 f"the advantage function returned {len(advantages)} values for the {len(group.trajectories)} "
                 f"trajectories of prompt {group.prompt.id}; return one for each, in order."
             )
-        samples: list[Sample] = []
         for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
-            if not np.isfinite(advantage):
+            if not math.isfinite(advantage):
                 raise HookError(
                     f"the advantage of trajectory {trajectory.index} of prompt {group.prompt.id} is {advantage}; "
                     "it must be finite."
                 )
-            trained_author = None if _is_masked(trajectory, self.masked) else Author.POLICY
-            samples += build_samples(group.prompt.id, trajectory, advantage=advantage, trained_author=trained_author)
-        return samples
+        return build_group_samples(
+            group.prompt.id,
+            group.trajectories,
+            advantages=advantages,
+            trained_authors=[None if _is_masked(t, self.masked) else Author.POLICY for t in group.trajectories],
+        )
 
 
 class SFTEstimator:
     """Supervised fine-tuning: every token of a demonstration's response has advantage 1."""
 
     def __call__(self, group: Group) -> Sequence[Sample]:
-        return [
-            sample
-            for trajectory in group.trajectories
-            for sample in build_samples(group.prompt.id, trajectory, advantage=1.0, trained_author=Author.POLICY)
-        ]
+        count = len(group.trajectories)
+        return build_group_samples(
+            group.prompt.id, group.trajectories, advantages=[1.0] * count, trained_authors=[Author.POLICY] * count
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,6 +280,13 @@ def train_newest_version_only(estimator: AdvantageEstimator) -> AdvantageEstimat
         return [replace(s, mask=s.mask & (s.versions == s.versions.max())) for s in estimator(group)]
 
     return estimate
+
+
+def limit_staleness(samples: Sequence[Sample], get_version: Callable[[str], int], bound: int) -> list[Sample]:
+    """Mask the tokens that are more than ``bound`` versions older than their policy, whose version is given."""
+    return [
+        replace(s, mask=s.mask & ((s.versions < 0) | (s.versions >= get_version(s.policy) - bound))) for s in samples
+    ]
 
 
 # -- multi-agent credit assignment ------------------------------------------------------------
@@ -329,32 +339,53 @@ def build_samples(
     A branch without such a token still yields a sample, so that the number of trajectories in a batch
     matches the configuration; it adds nothing to the loss and counts in its denominator.
     """
-    reward = trajectory.reward.value if trajectory.reward is not None else 0.0
+    return build_group_samples(prompt_id, [trajectory], advantages=[advantage], trained_authors=[trained_author])
+
+
+def build_group_samples(
+    prompt_id: int,
+    trajectories: Sequence[Trajectory],
+    *,
+    advantages: Sequence[float],
+    trained_authors: Sequence[Author | None],
+) -> list[Sample]:
+    """``build_samples`` of several trajectories, whose arrays are views of arrays of all their tokens."""
+    spans: list[Span] = []
+    trained: list[bool] = []
+    values: list[float] = []
+    for trajectory, advantage, author in zip(trajectories, advantages, trained_authors, strict=True):
+        for span in chain.from_iterable(trajectory.branches):
+            spans.append(span)
+            trained.append(span.author is author)
+            values.append(advantage if span.author is author else 0.0)
+    arrays = _concat_token_arrays(spans, trained, values)
     samples: list[Sample] = []
-    for branch in trajectory.branches:
-        arrays = _TokenArrays.allocate(sum(len(span) for span in branch))
-        start = 0
-        for span in branch:
-            arrays.fill(slice(start, start + len(span)), span, advantage if span.author is trained_author else None)
-            start += len(span)
-        samples.append(
-            Sample(
-                prompt_id=prompt_id,
-                trajectory=trajectory.index,
-                **arrays._asdict(),
-                policy=next((s.version.policy for s in branch if s.version is not None), "actor"),
-                samples_per_trajectory=len(trajectory.branches),
-                reward=reward,
-                extras=_concat_extras(branch),
-                images=join_images((len(s), s.images) for s in branch),
+    end = 0
+    for trajectory in trajectories:
+        for branch in trajectory.branches:
+            start, end = end, end + sum([len(span.tokens) for span in branch])
+            samples.append(
+                Sample(
+                    prompt_id=prompt_id,
+                    trajectory=trajectory.index,
+                    tokens=arrays.tokens[start:end],
+                    mask=arrays.mask[start:end],
+                    logprobs=arrays.logprobs[start:end],
+                    advantages=arrays.advantages[start:end],
+                    versions=arrays.versions[start:end],
+                    policy=next((s.version.policy for s in branch if s.version is not None), "actor"),
+                    samples_per_trajectory=len(trajectory.branches),
+                    reward=0.0 if trajectory.reward is None else trajectory.reward.value,
+                    extras=_concat_extras(branch),
+                    images=join_images([(len(span.tokens), span.images) for span in branch]),
+                )
             )
-        )
     return samples
 
 
 def _get_reward(group: Group, trajectory: Trajectory) -> float:
     value = None if trajectory.reward is None else trajectory.reward.value
-    if value is None or not np.isfinite(value):
+    if value is None or not math.isfinite(value):
         raise HookError(
             f"the reward of trajectory {trajectory.index} of prompt {group.prompt.id} is {value}; "
             "the reward function must return a finite number for every trajectory"
@@ -363,7 +394,7 @@ def _get_reward(group: Group, trajectory: Trajectory) -> float:
 
 
 class _TokenArrays(NamedTuple):
-    """The per-token arrays of a sample, filled span by span."""
+    """The per-token arrays of samples."""
 
     tokens: Tokens
     mask: NDArray[np.bool_]
@@ -371,26 +402,24 @@ class _TokenArrays(NamedTuple):
     advantages: NDArray[np.float32]
     versions: NDArray[np.int32]
 
-    @staticmethod
-    def allocate(length: int) -> _TokenArrays:
-        return _TokenArrays(
-            tokens=np.empty(length, np.int32),
-            mask=np.zeros(length, np.bool_),
-            logprobs=np.zeros(length, np.float32),
-            advantages=np.zeros(length, np.float32),
-            versions=np.full(length, -1, np.int32),
-        )
 
-    def fill(self, place: slice, span: Span, advantage: float | None) -> None:
-        """Write the tokens of a span; with an ``advantage`` they are trained on."""
-        self.tokens[place] = span.tokens
-        if advantage is not None:
-            self.mask[place] = True
-            self.advantages[place] = advantage
+def _concat_token_arrays(spans: Sequence[Span], trained: Sequence[bool], advantages: Sequence[float]) -> _TokenArrays:
+    """Concatenate the tokens of spans; those of ``trained`` spans have the span's advantage."""
+    lengths = [len(span.tokens) for span in spans]
+    versions = [-1 if span.version is None else span.version.number for span in spans]
+    logprobs = np.zeros(sum(lengths), np.float32)
+    end = 0
+    for span, length in zip(spans, lengths, strict=True):
+        start, end = end, end + length
         if span.logprobs is not None:
-            self.logprobs[place] = span.logprobs
-        if span.version is not None:
-            self.versions[place] = span.version.number
+            logprobs[start:end] = span.logprobs
+    return _TokenArrays(
+        tokens=np.concatenate([span.tokens for span in spans] or [np.zeros(0, np.int32)]),
+        mask=np.repeat(np.array(trained, np.bool_), lengths),
+        logprobs=logprobs,
+        advantages=np.repeat(np.array(advantages, np.float32), lengths),
+        versions=np.repeat(np.array(versions, np.int32), lengths),
+    )
 
 
 def _concat_extras(branch: Sequence[Span]) -> dict[str, Array]:

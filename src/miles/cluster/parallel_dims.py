@@ -9,12 +9,25 @@ together, and experts are distributed over the same ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from miles.core.errors import UsageError
+from miles.kernels.numerics import Numerics
 from miles.models.parallel import tp_sharding as shard
-from miles.models.spec import AttentionSpec, CompressedAttentionSpec, DecoderSpec, MlaSpec
+from miles.models.spec import AttentionSpec, DecoderSpec, PoolIndexerSpec, RelativeAttentionSpec
+
+# Average tokens of a chunk from which recurrent layers scan it where it is.
+MIN_SCANNED_CHUNK = 64
+
+
+def splits_scans(lengths: Sequence[int], context: int, numerics: Numerics) -> bool:
+    """Return whether recurrent layers scan the chunks of sequences on their context rank and hand states on.
+
+    A scan of chunks rounds otherwise than a whole one, and the states of short chunks are larger than their tokens.
+    Each rank has two chunks of a sequence.
+    """
+    return not numerics.batch_invariant and sum(lengths) >= MIN_SCANNED_CHUNK * 2 * context * len(lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +156,10 @@ class ParallelDims:
             return "sequence parallelism needs a tensor parallel size above 1; raise that size or disable it."
         if self.sequence and spec.per_layer_input is not None:
             return "sequence parallelism does not split the embeddings that each layer of this model has; disable it."
+        if self.sequence and spec.has_ngrams:
+            return "sequence parallelism does not split the n-gram embeddings of this model; disable it."
+        if self.sequence and any(layer.output_kernel for layer in spec.layers):
+            return "sequence parallelism splits the tokens that short convolutions of this model read; disable it."
         if self.context > 1 and (problem := _find_context_problem(spec)) is not None:
             return f"sequences cannot be split over {self.context} context parallel ranks: {problem}."
         if self.expert > 1:
@@ -160,13 +177,13 @@ class ParallelDims:
 def _find_context_problem(spec: DecoderSpec) -> str | None:
     """Why sequences of this model cannot be split over ranks."""
     for i, layer in enumerate(spec.layers):
+        if layer.ngram is not None:
+            return f"layer {i} looks up n-grams of the tokens before each one, which ranks do not exchange"
         match layer.mixer:
-            case AttentionSpec(indexer=index) if index is not None:
-                return f"layer {i} selects blocks of tokens among all preceding ones (block-sparse attention)"
-            case MlaSpec(indexer=index) if index is not None and index.pool > 1:
-                return f"layer {i} selects pools of tokens among all preceding ones (sparse attention)"
-            case CompressedAttentionSpec(compressor=compressor) if compressor is not None:
-                return f"layer {i} attends to keys of windows of all preceding tokens (compressed attention)"
+            case AttentionSpec(indexer=PoolIndexerSpec()):
+                return f"layer {i} selects pools of tokens by mean keys, which ranks do not exchange"
+            case RelativeAttentionSpec():
+                return f"layer {i} adds a relative position bias to scores, which ranks do not exchange"
             case _:
                 pass
     return None

@@ -41,9 +41,7 @@ def init_process_group(context: RankContext) -> torch.device:
     global _sockets_before
     _group_sockets.clear()
     _sockets_before = _list_sockets() if context.rendezvous else None
-    device = torch.device(context.device)
-    if device.type != "cpu":
-        torch.cuda.set_device(device)
+    device = set_device(context)
     interface = _find_interface(context.rendezvous) if context.rendezvous else _find_loopback()
     os.environ.setdefault(_INTERFACE_ENV, interface)
     timeout = timedelta(seconds=context.timeout)
@@ -60,13 +58,27 @@ def init_process_group(context: RankContext) -> torch.device:
     return device
 
 
+def set_device(context: RankContext) -> torch.device:
+    """Make this rank's device the current one, and return it."""
+    device = torch.device(context.device)
+    if device.type != "cpu":
+        torch.cuda.set_device(device)
+    return device
+
+
 def _create_store(context: RankContext, timeout: timedelta) -> Store:
     """The rendezvous store: a file, or TCP if ranks are on several nodes."""
     if not context.rendezvous:
         return FileStore(str(context.folder / "group"), context.world_size)
     host, _, port = context.rendezvous.rpartition(":")
-    is_master = context.rank == 0
+    is_master = context.rank == 0 and context.leader_is_rank
     return TCPStore(host, int(port), context.world_size, is_master=is_master, timeout=timeout, wait_for_workers=False)
+
+
+def serve_rendezvous(address: str) -> tuple[Store, str]:
+    """Serve the rendezvous of ranks elsewhere on ``address``; returns the store, to be kept, and its host:port."""
+    store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    return store, f"{address}:{store.port}"
 
 
 def set_group_timeouts(seconds: float) -> None:

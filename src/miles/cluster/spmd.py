@@ -1,10 +1,10 @@
 """SPMD process group: launches the ranks, sends them commands over pipes, monitors them and ends them.
 
-Rank 0 is the process that creates the group, the leader; every other rank is a process of its own with a pipe to the
-leader. A rank executes the commands of its pipe in order, and ends when the pipe or the leader does: no rank outlives
-the leader, however that ends. Who waits for whom: a rank for its pipe, without a timeout; the leader for replies, with
-one. How tensors are exchanged between ranks is up to the code that runs on them, which raises ``RankLost`` when it
-fails.
+The leader is the process that creates the group. It is rank 0, or only drives the others where rank 0 too is a process
+of its own; every such process has a pipe to the leader. A rank executes the commands of its pipe in order, and ends
+when the pipe or the leader does: no rank outlives the leader, however that ends. Who waits for whom: a rank for its
+pipe, without a timeout; the leader for replies, with one. How tensors are exchanged between ranks is up to the code
+that runs on them, which raises ``RankLost`` when it fails.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class RankLost(MilesError):
 class RankContext:
     """One rank of a group: its device, and how ranks find each other.
 
-    That is by files in ``folder``, or, if they are on several nodes, at ``rendezvous``, a host:port of the leader.
-    ``exclusive_devices``: no two ranks share a device. With a ``heartbeat_timeout``, a rank without a heartbeat for so
-    many seconds is killed (on this machine). Tracebacks of unexpected errors are written to ``log_dir``.
+    That is by files in ``folder``, or, if they are on several nodes, at ``rendezvous``, a host:port of the leader, who
+    serves it itself if it is none of the ranks (without ``leader_is_rank``). ``exclusive_devices``: no two ranks share
+    a device. With a ``heartbeat_timeout``, a rank without a heartbeat for so many seconds is killed (on this machine).
+    Tracebacks of unexpected errors are written to ``log_dir``.
     """
 
     group_name: str
@@ -72,6 +73,7 @@ class RankContext:
     log_dir: Path | None = None
     rendezvous: str = ""
     heartbeat_timeout: float = 0.0
+    leader_is_rank: bool = True
 
     @property
     def heartbeat_file(self) -> Path:
@@ -181,7 +183,7 @@ def spawn_ranks(main: RankMain, contexts: Sequence[RankContext], codec: Codec) -
 
 
 class SpmdGroup:
-    """The ranks of one leader, all of which run ``main``.
+    """The ranks of one leader, all of which run ``main``; without ``leader_is_rank``, rank 0 is a process too.
 
     After a failure all ranks are ended, and every call raises ``error`` with the sentence ``fault``, which ends with
     ``hint``. ``cause`` is the reason in the fault, and ``rank_died`` whether a rank died or hangs without having
@@ -203,6 +205,7 @@ class SpmdGroup:
         launcher: RankLauncher = spawn_ranks,
         rendezvous: str = "",
         heartbeat_timeout: float = 0.0,
+        leader_is_rank: bool = True,
     ) -> None:
         self.name = name
         self.world_size = len(devices)
@@ -228,12 +231,16 @@ class SpmdGroup:
             log_dir=log_dir,
             rendezvous=rendezvous,
             heartbeat_timeout=heartbeat_timeout,
+            leader_is_rank=leader_is_rank,
         )
+        self._first = 1 if leader_is_rank else 0
         self._closing = False
         self._killed: dict[int, str] = {}
-        self._sending_to = 0
+        self._sending_to: int | None = None
         self._ended = threading.Event()
-        self._contexts = [replace(self.context, rank=rank, device=devices[rank]) for rank in range(1, self.world_size)]
+        self._contexts = [
+            replace(self.context, rank=rank, device=devices[rank]) for rank in range(self._first, self.world_size)
+        ]
         self._oom_kills = OomKillMonitor()
         started = launcher(main, self._contexts, codec)
         self._processes: list[RankProcess] = [process for process, _ in started]
@@ -251,13 +258,13 @@ class SpmdGroup:
             timer = threading.Timer(self.timeout, self._kill_blocked)
             timer.start()
             try:
-                for rank, pipe in enumerate(self._pipes, 1):
+                for rank, pipe in enumerate(self._pipes, self._first):
                     self._sending_to = rank
                     pipe.send_bytes(message)
             except OSError as error:
                 raise self.fail(error=error) from error
             finally:
-                self._sending_to = 0
+                self._sending_to = None
                 timer.cancel()
 
     def gather_replies(self, timeout: float | None = None) -> list[Any]:
@@ -268,7 +275,7 @@ class SpmdGroup:
         # A rank that replied and then ended fails the replies of the others.
         sentinels = [process.sentinel for process in self._processes]
         replies: list[Any] = []
-        for rank, pipe in enumerate(self._pipes, 1):
+        for rank, pipe in enumerate(self._pipes, self._first):
             ready = wait((pipe, *sentinels), max(0.0, deadline - time.monotonic()))
             try:
                 if not pipe.poll():
@@ -294,9 +301,9 @@ class SpmdGroup:
     def _kill_blocked(self) -> None:
         """Kill a rank whose pipe is full because it has not read it for the group's timeout."""
         rank = self._sending_to
-        if rank:
+        if rank is not None:
             self._killed[rank] = f"read no message for {self.timeout:g} s and was killed"
-            self._processes[rank - 1].kill()
+            self._processes[rank - self._first].kill()
 
     def _write_file(self, message: bytes) -> bytes:
         path = self.context.folder / f"message-{time.monotonic_ns()}"
@@ -361,14 +368,14 @@ class SpmdGroup:
             for rank in [rank for rank, monitor in monitors.items() if not monitor.is_alive()]:
                 del monitors[rank]
                 self._killed[rank] = f"sent no heartbeat for {timeout:g} s (--heartbeat-timeout) and was killed"
-                self._processes[rank - 1].kill()
+                self._processes[rank - self._first].kill()
 
     def _find_cause(self, error: BaseException | None) -> tuple[str, bool]:
         """Which rank probably ended first, and how; and whether it ended without having reported a reason."""
         deadline = time.monotonic() + _GRACE_SECONDS
         while True:
             alive = [process.sentinel for process in self._processes if process.is_alive()]
-            for rank, process in enumerate(self._processes, 1):
+            for rank, process in enumerate(self._processes, self._first):
                 if process.sentinel in alive:
                     continue
                 if message := self._read_failure(rank):
@@ -390,7 +397,7 @@ class SpmdGroup:
         return describe_exit(code) if self.context.rendezvous else self._oom_kills.describe_exit(code)
 
     def _read_failure(self, rank: int) -> str:
-        pipe = self._pipes[rank - 1]
+        pipe = self._pipes[rank - self._first]
         try:
             while pipe.poll():
                 verb, content = self._codec.unpack(pipe.recv_bytes())

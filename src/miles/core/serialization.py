@@ -32,6 +32,7 @@ _ALIGNMENT = 8
 # dtype kinds that may be sent: no objects, no text, no structures.
 _NUMBERS = frozenset("biuf")
 _JSON_TYPES = frozenset((str, int, float, bool, type(None)))
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 class SerializationError(MilesError):
@@ -75,7 +76,7 @@ class Codec:
     def pack(self, kind: str, content: Any = None) -> bytes:
         """Serialize one message."""
         parts = _MessageParts()
-        header = json.dumps([kind, self._encode(content, parts)], separators=(",", ":")).encode()
+        header = _ENCODER.encode([kind, self._encode(content, parts)]).encode()
         header += b" " * (-(_LENGTH.size + len(header)) % _ALIGNMENT)
         pieces: list[Any] = [_LENGTH.pack(len(header)), header]
         for array in parts.arrays:

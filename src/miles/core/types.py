@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -83,13 +84,13 @@ class Span:
             raise ValueError("logprobs and version must be set on POLICY spans and only there")
         if self.tokens.dtype != np.int32:
             raise ValueError(f"tokens must be int32, not {self.tokens.dtype}")
-        arrays = {"tokens": self.tokens, "logprobs": self.logprobs, **self.extras}
-        for name, values in arrays.items():
-            if values is None:
-                continue
-            if len(values) != n:
-                raise ValueError(f"{name} has {len(values)} entries for {n} tokens")
-            values.flags.writeable = False
+        self.tokens.setflags(write=False)
+        if self.logprobs is not None:
+            _check_length("logprobs", self.logprobs, n)
+            self.logprobs.setflags(write=False)
+        for name, values in self.extras.items():
+            _check_length(name, values, n)
+            values.setflags(write=False)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -112,6 +113,11 @@ class Span:
             extras={name: values[:length] for name, values in self.extras.items()},
             images=images,
         )
+
+
+def _check_length(name: str, values: Array, num_tokens: int) -> None:
+    if len(values) != num_tokens:
+        raise ValueError(f"{name} has {len(values)} entries for {num_tokens} tokens")
 
 
 class Status(StrEnum):
@@ -170,7 +176,8 @@ class Trajectory:
     @property
     def response_length(self) -> int:
         """Number of tokens the policy sampled."""
-        return sum(len(s) for s in self.spans if s.author is Author.POLICY)
+        policy = Author.POLICY
+        return sum([len(span.tokens) for branch in self.branches for span in branch if span.author is policy])
 
     @property
     def oldest_version(self) -> Version | None:
@@ -224,17 +231,14 @@ class Sample:
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
-        check_placement(self.images, n)
-        arrays = {
-            "mask": self.mask,
-            "logprobs": self.logprobs,
-            "advantages": self.advantages,
-            "versions": self.versions,
-            **self.extras,
-        }
-        for name, values in arrays.items():
-            if len(values) != n:
-                raise ValueError(f"{name} has {len(values)} entries for {n} tokens")
+        if self.images:
+            check_placement(self.images, n)
+        _check_length("mask", self.mask, n)
+        _check_length("logprobs", self.logprobs, n)
+        _check_length("advantages", self.advantages, n)
+        _check_length("versions", self.versions, n)
+        for name, values in self.extras.items():
+            _check_length(name, values, n)
         if n and self.mask[0]:
             raise ValueError(
                 "the first token of a sample has no context and cannot be trained on; set mask[0] to False"
@@ -292,10 +296,9 @@ class TokenStats:
 
     def split(self) -> dict[int, tuple[Floats, Floats]]:
         """Return the log-probs and entropies of each sample by its place in the batch."""
-        ends = np.cumsum(self.counts)
-        # One part for each sample, of which there may be none, and what is behind the last, which is empty.
-        logprobs, entropies = (np.split(values, ends)[:-1] for values in (self.logprobs, self.entropies))
-        return dict(zip(self.sample_indices.tolist(), zip(logprobs, entropies, strict=True), strict=True))
+        bounds = pairwise([0, *np.cumsum(self.counts).tolist()])
+        parts = [(self.logprobs[start:end], self.entropies[start:end]) for start, end in bounds]
+        return dict(zip(self.sample_indices.tolist(), parts, strict=True))
 
     @staticmethod
     def merge(parts: Sequence[TokenStats]) -> TokenStats:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-
-import numpy as np
+from itertools import chain
 
 from miles.core.protocols import SamplingParams
 from miles.core.types import Author, Trajectory
@@ -46,9 +45,10 @@ def find_improbable_copies(trajectories: Sequence[Trajectory], sampling: Samplin
 
 def _read_sample(trajectory: Trajectory) -> bytes:
     """The sampled tokens as bytes of int32."""
-    return b"".join([span.tokens.tobytes() for span in trajectory.spans if span.author is Author.POLICY])
+    policy = Author.POLICY
+    spans = [span for branch in trajectory.branches for span in branch if span.author is policy]
+    return b"".join([span.tokens.tobytes() for span in spans])
 
 
 def _sum_logprobs(trajectory: Trajectory) -> float:
-    logprobs = [span.logprobs for span in trajectory.spans if span.logprobs is not None]
-    return float(sum(each.sum(dtype=np.float64) for each in logprobs))
+    return math.fsum(chain.from_iterable(s.logprobs.tolist() for s in trajectory.spans if s.logprobs is not None))

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from miles.core.errors import EngineError, HookError, MilesError, describe_error, first_cause
 from miles.core.media import Images
@@ -42,6 +42,13 @@ _UNSCORED_STATUS = (Status.ABORTED, Status.FAILED)
 
 
 T = TypeVar("T")
+
+
+class _Scoring(TypedDict, total=False):
+    """Fields of a trajectory that scoring sets."""
+
+    reward: Reward
+    metadata: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +88,10 @@ class GroupRollout:
     reward, ``generate`` must score, unless groups are returned without ``scores``. ``reward_key`` names the part of the
     reward to train on, ``reward_name`` the reward in error messages.
 
-    ``abort`` cancels the engine's requests, for ``interrupt``. With ``retry_aborted`` a trajectory that was aborted by
-    anything else is resumed. ``limiter`` bounds the number of running trajectories. Copies among the samples that
-    chance cannot explain are an error unless ``allow_duplicates``. ``clock`` reads the seconds since the epoch.
+    ``abort`` cancels the engine's requests, for ``interrupt``, and those of ``role_engines``, which ``generate`` has
+    for itself where it runs several policies. With ``retry_aborted`` a trajectory that was aborted by anything else is
+    resumed. ``limiter`` bounds the number of running trajectories. Copies among the samples that chance cannot explain
+    are an error unless ``allow_duplicates``. ``clock`` reads the seconds since the epoch.
     """
 
     def __init__(
@@ -101,6 +109,7 @@ class GroupRollout:
         reward_seconds: float = 300.0,
         max_reward_failures: int = 128,
         abort: Callable[[], Awaitable[object]] | None = None,
+        role_engines: Sequence[InterruptibleEngine] = (),
         limiter: ConcurrencyLimiter | None = None,
         retry_aborted: bool = False,
         allow_duplicates: bool = False,
@@ -110,6 +119,7 @@ class GroupRollout:
     ) -> None:
         assert reward is None or group_reward is None, "a trajectory is scored by itself or with its group"
         self._engine = InterruptibleEngine(engine)
+        self._role_engines = tuple(role_engines)
         self._abort = abort
         self._limiter = limiter
         self._retry_aborted = retry_aborted
@@ -141,7 +151,7 @@ class GroupRollout:
         except BaseExceptionGroup as errors:
             first = first_cause(errors)
             raise first from first.__cause__
-        trajectories = [task.result() for task in running]
+        trajectories = [replace(t, **task.result()) for t, task in zip(group.trajectories, running, strict=True)]
         if self._group_reward is not None:
             trajectories = await self._score_together(self._group_reward, group.prompt, trajectories)
         return Group(prompt=group.prompt, trajectories=tuple(trajectories))
@@ -149,15 +159,19 @@ class GroupRollout:
     async def interrupt(self) -> None:
         """Interrupt every trajectory: running requests return what they have, and later ones nothing."""
         assert self._abort is not None, "interrupt needs an abort function"
-        self._engine.interrupted = True
+        self._set_interrupted(True)
         await self._abort()
+
+    def _set_interrupted(self, interrupted: bool) -> None:
+        for engine in (self._engine, *self._role_engines):
+            engine.interrupted = interrupted
 
     async def resume_group(self, partial: Group) -> Group:
         """Finish the interrupted trajectories of a group. Those that cannot be resumed restart."""
         return await self._group(partial.prompt, partial.trajectories)
 
     async def _group(self, prompt: Prompt, partial: Sequence[Trajectory | None]) -> Group:
-        self._engine.interrupted = False
+        self._set_interrupted(False)
         try:
             async with (
                 self._limiter.group(len(partial)) if self._limiter else nullcontext(),
@@ -194,19 +208,20 @@ class GroupRollout:
             return trajectory  # not scored: it may be resumed
         if not self._scores:
             return trajectory
-        scored = await self._score_trajectory(prompt, trajectory)
-        return replace(scored, times={**times, "grade": self._clock() - ended})
+        changes = await self._score_trajectory(prompt, trajectory)
+        return replace(trajectory, **changes, times={**times, "grade": self._clock() - ended})
 
-    async def _score_trajectory(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
+    async def _score_trajectory(self, prompt: Prompt, trajectory: Trajectory) -> _Scoring:
+        """What scoring changes of a trajectory."""
         if trajectory.reward is not None:  # scored by its environment
             self._consecutive_failures = 0
-            return replace(trajectory, reward=self._check_reward(prompt, trajectory.reward, "the generate function"))
+            return {"reward": self._check_reward(prompt, trajectory.reward, "the generate function")}
         if trajectory.status in _UNSCORED_STATUS:
             if trajectory.status is Status.FAILED:
                 self._count_failure("The generation", prompt, 1, str(trajectory.metadata.get("failure", "failed")))
             return _mark_unscored(trajectory, str(trajectory.status))
         if self._group_reward is not None:
-            return trajectory
+            return {}
         if self._reward is None:
             raise HookError(
                 f"Nothing scores the trajectories of prompt {prompt.id}; choose a reward with --rm-type or "
@@ -215,7 +230,7 @@ class GroupRollout:
         scored = await self._await_reward(prompt, 1, self._reward(prompt, trajectory))
         if isinstance(scored, _Failure):
             return _mark_unscored(trajectory, scored.reason)
-        return replace(trajectory, reward=self._check_reward(prompt, scored, self._reward_name))
+        return {"reward": self._check_reward(prompt, scored, self._reward_name)}
 
     async def _generate_trajectory(
         self, prompt: Prompt, sampling: SamplingParams, previous: Trajectory | None
@@ -239,7 +254,8 @@ class GroupRollout:
         grade = self._clock() - started
         trajectories = [replace(t, times={**t.times, "grade": grade}) if t.reward is None else t for t in trajectories]
         if isinstance(rewards, _Failure):
-            return [t if t.reward is not None else _mark_unscored(t, rewards.reason) for t in trajectories]
+            reason = rewards.reason
+            return [t if t.reward is not None else replace(t, **_mark_unscored(t, reason)) for t in trajectories]
         rewards = check_group_rewards(rewards, source=self._reward_name, prompt=prompt, count=len(trajectories))
         return [
             t if t.reward is not None else replace(t, reward=self._check_reward(prompt, reward, self._reward_name))
@@ -287,6 +303,5 @@ class GroupRollout:
         return check_reward(reward, source=source, prompt=prompt, key=self._reward_key)
 
 
-def _mark_unscored(trajectory: Trajectory, reason: str) -> Trajectory:
-    metadata = {**trajectory.metadata, UNSCORED: reason}
-    return replace(trajectory, reward=Reward(value=0.0), metadata=metadata)
+def _mark_unscored(trajectory: Trajectory, reason: str) -> _Scoring:
+    return {"reward": Reward(value=0.0), "metadata": {**trajectory.metadata, UNSCORED: reason}}

@@ -39,7 +39,15 @@ def mix(*parts: int) -> int:
     >>> mix(1, 2) == mix(1, 2), mix(1, 2) == mix(2, 1)
     (True, False)
     """
-    word = 0
+    return extend_hash(0, *parts)
+
+
+def extend_hash(word: int, *parts: int) -> int:
+    """``mix`` with more parts behind those of which ``word`` is the hash.
+
+    >>> extend_hash(mix(1, 2), 3) == mix(1, 2, 3)
+    True
+    """
     for part in parts:
         word = _scramble(word ^ (part & _WORD))
     return word
@@ -61,13 +69,14 @@ def hash_text(text: str) -> int:
 
 def make_training_seed_fn(run_seed: int) -> SeedFn:
     """Seeds of training: a 63-bit hash of (run seed, prompt, epoch, index)."""
-    return lambda prompt, index: mix(SeedStream.TRAINING, run_seed, prompt.id, prompt.epoch, index) >> 1
+    run = mix(SeedStream.TRAINING, run_seed)
+    return lambda prompt, index: extend_hash(run, prompt.id, prompt.epoch, index) >> 1
 
 
 def make_eval_seed_fn(run_seed: int, name: str) -> SeedFn:
     """Seeds of evaluation: the same at every evaluation, and distinct from training's."""
-    held_out = hash_text(name)
-    return lambda prompt, index: mix(SeedStream.EVALUATION, run_seed, held_out, prompt.id, index) >> 1
+    held_out = mix(SeedStream.EVALUATION, run_seed, hash_text(name))
+    return lambda prompt, index: extend_hash(held_out, prompt.id, index) >> 1
 
 
 def _scramble(word: int) -> int:

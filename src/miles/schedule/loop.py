@@ -7,7 +7,8 @@
     synchronous          max_staleness = 0
     one step off         max_staleness = 1
     fully asynchronous   max_staleness = k
-    over-sampled         max_staleness = 0, with extra groups that are interrupted when the step has enough
+    over-sampled         max_staleness = 0, with extra groups that are interrupted when the step has enough;
+                         max_staleness = k, with extra groups that overtake others, until these are too stale
     colocated            max_staleness = 0, with a lease that makes the planes take turns
 
 Who waits for whom: the producer waits for admission (a free slot) and, group by group, for the
@@ -24,7 +25,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -58,7 +59,7 @@ from miles.core.types import Batch, Group, Prompt, Sample, Version
 from miles.schedule.admission import AdmissionControl, compute_admission_slots
 from miles.schedule.checkpoint_writer import CheckpointWriter
 from miles.schedule.checkpoints import CheckpointDirectory, Cursor, checkpoint_name
-from miles.schedule.oversampling import LEFTOVER, OVERSAMPLED, PARTIAL, Oversampling
+from miles.schedule.oversampling import LEFTOVER, OVERSAMPLED, PARTIAL, STALE, LateGroups, Oversampling
 from miles.schedule.reorder_buffer import FinishedGroup, ReorderBuffer, keep_all
 
 _PROBE_SAMPLES = 8
@@ -103,7 +104,8 @@ class Planes:
     """Everything the loop drives: the planes, the filters and hooks between them, checkpoints and the journal.
 
     ``decide`` calls the group filter and the estimator where these may block, and ``read`` the source; else the loop
-    calls them itself. ``take_engine_metrics`` returns what engines did since the last step that a resumed run need not
+    calls them itself. ``limit_staleness`` masks the tokens of a group's samples that are too stale now, where groups
+    may wait so long. ``take_engine_metrics`` returns what engines did since the last step that a resumed run need not
     repeat, and ``measure_rates`` the FLOPs per second of a step from its groups, its metrics and the seconds of its
     phases.
     """
@@ -126,6 +128,7 @@ class Planes:
     read: Callable[[Callable[[], Any]], Awaitable[Any]] | None = None
     take_engine_metrics: Callable[[], Mapping[str, float]] = dict
     measure_rates: MeasureRates = lambda groups, metrics, laps: {}
+    limit_staleness: Callable[[Sequence[Sample]], Sequence[Sample]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +136,9 @@ class LoopSettings:
     """Settings of the loop.
 
     ``extra_groups`` are admitted in each step beyond those it needs. When the step has enough, the others are
-    interrupted: ``partial`` resumes them in the next step, else they are dropped.
+    interrupted: ``partial`` resumes them in the next step, else they are dropped. With ``max_staleness`` they go on,
+    and are dropped when they would be too stale for the next step; ``partial`` keeps them, and the tokens that are too
+    stale are not trained on.
     """
 
     steps: int
@@ -178,6 +183,7 @@ class Loop:
             data_buffer=planes.data_buffer,
         )
         self._oversampling = Oversampling(planes.interruptible, partial=settings.partial)
+        self._late = LateGroups(settings.max_staleness)
         self._num_read = cursor.ticket
         self._source_states: dict[int, Mapping[str, object]] = {}
         self._is_reading = False
@@ -226,6 +232,7 @@ class Loop:
         assert self._groups is not None
         task = self._groups.create_task(self._finish_group(ticket, produce), name=f"ticket {ticket}")
         self._oversampling.watch(task)
+        self._late.admit(ticket, task)
 
     async def _next_prompt(self, ticket: int) -> Prompt:
         """Return the prompt of ``ticket``; prompts consumed before the run was resumed are skipped."""
@@ -274,6 +281,7 @@ class Loop:
         while True:
             if cursor.step > settings.steps or not started:  # > where it is continued with fewer steps than it has made
                 break
+            self._late.live_step = cursor.step
             await planes.lease.to_rollout()
             await self._evaluate(cursor.step)
             if cursor.step == settings.steps or self._stop:
@@ -361,7 +369,8 @@ class Loop:
         dropped_in_a_row = 0
         while len(kept) < self._settings.groups_per_step:
             finished = await self._take(step, version)
-            keep, reason = self._filter_buffered(finished, version)
+            self._late.forget(finished.ticket)
+            finished, keep, reason = self._filter_buffered(finished, version)
             self._log_group(finished.ticket, finished.group, reason, kept=keep)
             if keep:
                 kept.append(finished)
@@ -379,16 +388,28 @@ class Loop:
         self._planes.journal(BatchTaken(step=step, tickets=tickets, batch=batch, groups=groups))
         return batch, groups, dropped.total()
 
-    def _filter_buffered(self, finished: FinishedGroup, version: Version) -> tuple[bool, str]:
+    def _filter_buffered(self, finished: FinishedGroup, version: Version) -> tuple[FinishedGroup, bool, str]:
         """Apply the buffer filter to a group whose turn has come; a group it drops releases its slot."""
         if finished.samples is None:
-            return False, finished.reason
+            return finished, False, finished.reason
         result = self._planes.buffer_filter(finished.group, version)
         if result.keep:
-            return True, finished.reason
+            limited = self._limit_staleness(finished, finished.samples)
+            if limited is not None:
+                return limited, True, finished.reason
         self._returned -= 1
         self._admission.drop()
-        return False, result.reason
+        return finished, False, STALE if result.keep else result.reason
+
+    def _limit_staleness(self, finished: FinishedGroup, samples: Sequence[Sample]) -> FinishedGroup | None:
+        """The group without training on tokens that are too stale; None if no other tokens are left."""
+        if self._planes.limit_staleness is None:
+            return finished
+        limited = self._planes.limit_staleness(samples)
+        trained = any(sample.mask.any() for sample in samples)
+        if trained and not any(sample.mask.any() for sample in limited):
+            return None
+        return replace(finished, samples=limited)
 
     async def _take(self, step: int, version: Version) -> FinishedGroup:
         total = self._settings.groups_per_step
@@ -411,6 +432,8 @@ class Loop:
         """Interrupt the extra groups once a step has enough, so that none continues under new weights."""
         if not self._settings.extra_groups:
             return {}
+        if self._settings.max_staleness:
+            return {"groups_aborted": 0.0 if self._settings.partial else float(await self._drop_late(step))}
         self._admission.close()
         try:
             async with asyncio.timeout(self._settings.stall_timeout):
@@ -430,6 +453,32 @@ class Loop:
                 self._returned -= 1
                 self._drop_extra(finished.ticket, finished.group, OVERSAMPLED)
         return {"groups_aborted": float(count)}
+
+    async def _drop_late(self, step: int) -> int:
+        """Drop the groups that would be too stale for the step after this one; returns how many."""
+        late = self._late.list_late(step)
+        try:
+            async with asyncio.timeout(self._settings.stall_timeout):
+                await self._late.cancel(late)
+        except TimeoutError:
+            raise MilesError(
+                f"step {step} had its groups and waited {self._settings.stall_timeout:.0f} s for late ones to be "
+                f"cancelled; in flight: tickets {self._format_in_flight()}; look for a reward or generate function "
+                "that hangs when it is cancelled, or raise --stall-timeout"
+            ) from None
+        count = 0
+        for ticket in late:
+            prompt = self._in_flight.pop(ticket, None)
+            if prompt is not None:
+                self._drop_extra(ticket, Group(prompt=prompt, trajectories=()), STALE)
+            elif (group := self._buffer.pop_kept(ticket)) is not None:
+                self._returned -= 1
+                self._drop_extra(ticket, group, STALE)
+            else:  # its filter has dropped it
+                continue
+            self._late.forget(ticket)
+            count += 1
+        return count
 
     def _drop_extra(self, ticket: int, group: Group, reason: str) -> None:
         self._log_group(ticket, group, reason, kept=False)

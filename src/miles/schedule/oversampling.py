@@ -1,9 +1,12 @@
-"""Over-sampling and partial rollout: groups beyond those a step needs are interrupted, then dropped or resumed."""
+"""Over-sampling and partial rollout: groups beyond those a step needs are interrupted, then dropped or resumed.
+
+Where planes overlap they go on, and the late ones are cancelled before they would break the staleness bound.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from miles.core.protocols import InterruptibleRollout
 from miles.core.types import Group, Status
@@ -12,6 +15,7 @@ PARTIAL = "partial"
 ABORTED = "aborted"
 OVERSAMPLED = "oversampled"
 LEFTOVER = "leftover"
+STALE = "stale"
 
 
 class Oversampling:
@@ -60,3 +64,35 @@ class Oversampling:
         groups = sorted(self._partial_groups.items())
         self._partial_groups.clear()
         return groups
+
+
+class LateGroups:
+    """Groups by the step whose weights were live when they were admitted, for the staleness bound of a run."""
+
+    def __init__(self, max_staleness: int) -> None:
+        self.live_step = 0
+        self._max_staleness = max_staleness
+        self._admitted: dict[int, int] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def admit(self, ticket: int, task: asyncio.Task[None]) -> None:
+        """Count a group from now on; it may be cancelled until its ``task`` is done."""
+        self._admitted.setdefault(ticket, self.live_step)
+        self._tasks[ticket] = task
+        task.add_done_callback(lambda _: self._tasks.pop(ticket, None))
+
+    def forget(self, ticket: int) -> None:
+        """Do not count a group that was trained on or dropped."""
+        self._admitted.pop(ticket, None)
+
+    def list_late(self, step: int) -> list[int]:
+        """Return the tickets that would be too stale for the step after ``step``, oldest first."""
+        return sorted(t for t, live in self._admitted.items() if live < step - self._max_staleness)
+
+    async def cancel(self, tickets: Collection[int]) -> None:
+        """Cancel those that are in flight, and wait until they have ended."""
+        tasks = [self._tasks[ticket] for ticket in tickets if ticket in self._tasks]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)

@@ -66,6 +66,13 @@ class ReorderBuffer:
         self._advance()
         return self._finished.pop(ticket)
 
+    def pop_kept(self, ticket: int) -> Group | None:
+        """Remove and return a waiting group; None if it is not here, or was dropped by its filter."""
+        finished = self._finished.get(ticket)
+        if finished is None or finished.samples is None:
+            return None
+        return self._finished.pop(ticket).group
+
     def drain(self) -> Sequence[FinishedGroup]:
         """Remove and return all waiting groups."""
         groups = [self._finished[ticket] for ticket in sorted(self._finished)]

@@ -2,14 +2,17 @@
 
 batch --+-- samples of the main policy ---------------------------------> its step
         +-- samples of another, collected over ``every`` steps ---------> its step
+
+The steps of policies that have ranks of their own run at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -18,6 +21,8 @@ from miles.core.errors import CheckpointError
 from miles.core.protocols import Trainer
 from miles.core.serialization import CORE_TYPES, Codec, SerializationError
 from miles.core.types import Batch, Sample, StepReport, TimeSpan, TokenStats, Version
+
+_T = TypeVar("_T")
 
 FOLDER = "policies"
 """Checkpoint subfolder of the policies other than the main one."""
@@ -68,12 +73,12 @@ class MultiPolicyTrainer:
         seconds: dict[str, float] = {}
         spans: list[TimeSpan] = []
         stats: list[TokenStats] = []
-        for name, learner in self._learners.items():
-            due = self._take_due_batch(name, learner, batch)
-            if due is None:
-                continue
-            staleness = float(due.staleness(learner.trainer.version))
-            report = await learner.trainer.step(due)
+        due = {name: self._take_due_batch(name, learner, batch) for name, learner in self._learners.items()}
+        batches = {name: each for name, each in due.items() if each is not None}
+        versions = {name: self._learners[name].trainer.version for name in batches}
+        reports = await _gather([self._learners[name].trainer.step(each) for name, each in batches.items()])
+        for (name, each), report in zip(batches.items(), reports, strict=True):
+            learner, staleness = self._learners[name], float(each.staleness(versions[name]))
             spans += [replace(span, lane=f"{name} {span.lane}".strip()) for span in report.spans]
             if report.token_stats is not None and learner.every == 1:
                 stats.append(_number_in_batch(report.token_stats, name, batch))
@@ -115,12 +120,10 @@ class MultiPolicyTrainer:
                 learner.groups, learner.pending = _read_pending(subfolder / PENDING_FILE)
 
     async def sleep(self) -> None:
-        for learner in self._learners.values():
-            await learner.trainer.sleep()
+        await _gather([learner.trainer.sleep() for learner in self._learners.values()])
 
     async def wake(self) -> None:
-        for learner in self._learners.values():
-            await learner.trainer.wake()
+        await _gather([learner.trainer.wake() for learner in self._learners.values()])
 
     def _others(self) -> list[tuple[str, PolicyLearner]]:
         return [(name, learner) for name, learner in self._learners.items() if name != self._main]
@@ -136,6 +139,15 @@ class MultiPolicyTrainer:
         due = Batch(step=batch.step, samples=tuple(learner.pending), num_groups=learner.groups, probe=probe)
         learner.pending, learner.groups = [], 0
         return due
+
+
+async def _gather(running: Sequence[Awaitable[_T]]) -> list[_T]:
+    """Wait for all of them, also where one fails; raises the error of the first that did."""
+    results = await asyncio.gather(*running, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
 
 
 def policy_metric(policy: str, metric: str) -> str:

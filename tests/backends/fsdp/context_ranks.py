@@ -9,12 +9,13 @@ from torch import distributed as dist
 
 from miles.backends.fsdp.context_parallel import shard_batch
 from miles.backends.fsdp.device_mesh import CommGroup, FsdpMesh
-from miles.backends.fsdp.indexer_replay import build_selections, collect_counts
+from miles.cluster import parallel_dims
 from miles.kernels.attention.gather_rows import index_rows
 from miles.kernels.numerics import FAST
 from miles.models.checkpoint.hf import read_config
 from miles.models.decoder import Decoder, Routing
 from miles.models.families import spec_from_config
+from miles.train.indexer_replay import build_selections, collect_counts
 from miles.train.logprobs import HeadOutput, compute_logprobs
 
 CPU = torch.device("cpu")
@@ -41,8 +42,12 @@ def learnt(decoder, rows, output):
     return loss.item(), torch.stack((logp_R, entropy_R)).detach(), grads
 
 
-def share_of(rank, world, cases):
-    """Each case cut over the ranks; gradients are summands."""
+def share_of(rank, world, cases, scanned):
+    """Each case cut over the ranks; gradients are summands.
+
+    Recurrent layers scan chunks of ``scanned`` tokens and more where they are.
+    """
+    parallel_dims.MIN_SCANNED_CHUNK = scanned
     group, found = CommGroup(dist.group.WORLD, CPU, numerics=FAST), []
     for spec, rows, recompute, multiple, dtype in cases:
         decoder, part = (

@@ -43,6 +43,10 @@ def decoder_of(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) ->
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
+            if ".ngram." in name and not parameter.is_floating_point():  # the constants of a hash
+                owner, _, constant = name.rpartition(".")
+                parameter.copy_(decoder.get_submodule(owner).constants()[constant])
+                continue
             if not parameter.is_floating_point():  # the experts of each token
                 parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) % decoder.spec.moe.num_experts)
                 continue

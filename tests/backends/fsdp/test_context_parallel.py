@@ -16,38 +16,47 @@ from tests.train.shared_prefix_samples import group
 
 from miles.algo.loss_aggregation import mean_per_token
 from miles.backends.fsdp.context_parallel import _assign_tokens
-from miles.backends.fsdp.indexer_replay import build_selections
 from miles.backends.fsdp.local_model import LocalModel
-from miles.cluster.parallel_dims import ParallelDims
+from miles.cluster.parallel_dims import MIN_SCANNED_CHUNK, ParallelDims, splits_scans
 from miles.core.token_fields import INDEXER_TOPK
 from miles.kernels.attention.varlen import VarlenAttentionBackend
+from miles.kernels.numerics import BATCH_INVARIANT, FAST
 from miles.models.checkpoint import hf
 from miles.models.decoder import Routing
 from miles.models.families import spec_from_config
 from miles.models.indexer_layout import build_indexer_layout
 from miles.train.batch_tensors import flatten_batch, group_by_trajectory, pack_micro_batch
 from miles.train.dp_group import SINGLE_RANK
+from miles.train.indexer_replay import build_selections
 from miles.train.logprobs import HeadOutput
 
 
-def rows_for(spec, *, share, replay, seed=0):
+def rows_for(spec, *, share, replay, seed=0, prompt=11):
     rng = np.random.default_rng(seed)
     experts = (len(spec.moe_layers), spec.moe.num_experts, spec.moe.experts_per_token) if replay else None
-    samples = [s for i in range(2) for s in group(rng, i, prompt=11 + 5 * i, replies=(7, 1, 20), experts=experts)]
+    samples = [s for i in range(2) for s in group(rng, i, prompt=prompt + 5 * i, replies=(7, 1, 20), experts=experts)]
     if choices := build_indexer_layout(spec) if replay else None:
-        samples = [with_choices(rng, s, choices) for s in samples]
+        samples = [with_choices(rng, s, choices, unit_of(spec)) for s in samples]
     flat = flatten_batch(group_by_trajectory(samples), mean_per_token)
     return pack_micro_batch(
         flat, range(len(samples)), device=CPU, replay=replay, replay_indexer=choices is not None, share=share
     )
 
 
-def with_choices(rng, sample, layout):
-    """The sample with tokens that an engine's indexers may have selected, except for every fifth token."""
+def unit_of(spec):
+    """How many tokens the indexers of a model select together."""
+    indexers = (getattr(layer.mixer, "indexer", None) for layer in spec.layers)
+    return next(getattr(index, "block", None) or index.pool for index in indexers if index is not None)
+
+
+def with_choices(rng, sample, layout, unit):
+    """The sample with units that an engine's indexers may have selected, except for every fifth token."""
     rows = np.stack([layout.unrecorded_row()] * len(sample))
-    for query in (q for q in range(layout.count, len(sample)) if q % 5):
+    for query in (q for q in range(layout.count * unit, len(sample)) if q % 5):
         for slot in range(len(layout.layers)):
-            rows[query, slot] = np.sort(rng.permutation(query + 1)[: layout.count])
+            complete = (query + 1) // unit
+            chosen = [np.sort(rng.permutation(complete)[: layout.count]) for _ in range(layout.groups)]
+            rows[query, slot] = np.concatenate(chosen)
     return replace(sample, extras={**sample.extras, INDEXER_TOPK: rows})
 
 
@@ -65,9 +74,9 @@ def off(found, wanted):
     return np.abs(found - wanted).max() / max(np.abs(wanted).max(), 1e-3)
 
 
-def compare(world, cases):
+def compare(world, cases, *, scanned=MIN_SCANNED_CHUNK):
     wanted = [whole(spec, rows, dtype) for spec, rows, _, _, dtype in cases]
-    each = ranks(world, share_of, cases)
+    each = ranks(world, share_of, cases, scanned)
     for rank in range(2):
         for (_, rows, *_), found, right in zip(cases, each[rank], wanted, strict=True):
             loss, read, grads, hidden_RD, length = found
@@ -84,9 +93,9 @@ def config_of(kind, **changes):
     return config | {"architectures": [wanted.model.__name__]}
 
 
-def case(kind, *, share=False, replay=False, recompute=False, multiple=1, dtype=torch.float32, **changes):
+def case(kind, *, share=False, replay=False, recompute=False, multiple=1, dtype=torch.float32, prompt=11, **changes):
     spec = spec_from_config(config_of(kind, **changes))
-    return spec, rows_for(spec, share=share, replay=replay), recompute, multiple, dtype
+    return spec, rows_for(spec, share=share, replay=replay, prompt=prompt), recompute, multiple, dtype
 
 
 def test_two_ranks_learn_what_one_learns_whatever_the_layers_are():
@@ -116,6 +125,22 @@ def test_two_ranks_learn_what_one_learns_with_recurrent_layers():
     )
 
 
+def test_two_ranks_that_hand_states_on_learn_what_one_learns():
+    """Also chunks shorter than a convolution reads, and empty ones."""
+    kinds = ["hybrid qwen3.5", "hybrid nemotron h", "hybrid kimi linear", "lfm2 untied with biases, longer convolution"]
+    compare(2, [case(kind, dtype=torch.float64, recompute=i == 0) for i, kind in enumerate(kinds)], scanned=0)
+
+
+def test_four_ranks_that_hand_states_on_learn_what_one_learns():
+    compare(4, [case("hybrid qwen3.5", dtype=torch.float64), case("hybrid nemotron h", dtype=torch.float64)], scanned=0)
+
+
+def test_long_sequences_are_scanned_chunk_by_chunk_and_short_ones_whole():
+    assert splits_scans([600, 700, 20], 2, FAST) and not splits_scans([600, 700, 20], 8, FAST)
+    assert not splits_scans([600, 700], 2, BATCH_INVARIANT)
+    compare(2, [case("hybrid qwen3.5", dtype=torch.float64, prompt=280, max_position_embeddings=512)])
+
+
 def test_two_ranks_learn_what_one_learns_with_short_convolutions_and_sparse_attention():
     compare(
         2,
@@ -124,6 +149,20 @@ def test_two_ranks_learn_what_one_learns_with_short_convolutions_and_sparse_atte
             case("deepseek v3.2", recompute=True),
             case("deepseek v3.2", recompute=True, replay=True, multiple=8),
             case("glm 5 a choice every other layer", multiple=4),
+        ],
+    )
+
+
+def test_two_ranks_learn_what_one_learns_with_pools_blocks_and_compressed_keys():
+    compare(
+        2,
+        [
+            case("minimax-m3", recompute=True),
+            case("minimax-m3 tied, two local blocks", replay=True, multiple=4),
+            case("hybrid glm 5.3 flash", dtype=torch.float64),
+            case("hybrid glm 5.3 flash", replay=True, recompute=True, dtype=torch.float64),
+            case("deepseek v4", recompute=True, dtype=torch.float64),
+            case("deepseek v4 tied, YaRN", multiple=4, dtype=torch.float64),
         ],
     )
 

@@ -13,16 +13,8 @@ from miles.backends.fsdp.fsdp_model import FsdpModel
 from miles.backends.fsdp.local_model import LocalModel
 from miles.cluster.parallel_dims import ParallelDims
 from miles.models.decoder import Decoder
-from miles.models.spec import (
-    AttentionSpec,
-    DecoderSpec,
-    HyperConnectionSpec,
-    LayerSpec,
-    MlaSpec,
-    MlpSpec,
-    MoeSpec,
-    RopeSpec,
-)
+from miles.models.residual_spec import HyperConnectionSpec
+from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec, RopeSpec
 from miles.train.batch_tensors import MicroBatch
 from miles.train.logprobs import HeadOutput, compute_logprobs
 from miles.train.model_protocols import TrainModel

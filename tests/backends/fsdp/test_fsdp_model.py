@@ -115,12 +115,34 @@ def test_recurrent_layers_do_as_near_as_their_sums_are_long(kind, tmp_path):
     check(kind, {name: FOUR[name] for name in ("tp x fsdp", "tp+sp x fsdp")}, tmp_path, bound=5e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "layouts", "recompute"),
+    [
+        ("inkling", ("hsdp", "tp x fsdp"), "selective"),
+        ("inkling whole", ("tp of more ranks than key heads", "ep x fsdp"), "full"),
+    ],
+)
+def test_relative_attention_and_weighed_shared_experts_do_too(kind, layouts, recompute, tmp_path):
+    """Short convolutions behind a layer's parts are on all ranks, those of keys and values by head."""
+    some = FOUR | {"ep x fsdp": ParallelDims(world=4, shard=4, expert=2)}
+    some = {name: some[name] for name in layouts}
+    check(kind, some, tmp_path, bound=5e-5, dtype="float32", recompute=recompute, replay=kind == "inkling")
+
+
 def test_compressed_attention_and_hash_routing_do_too(tmp_path):
     """Keys, compressors and tables of experts are on all ranks, of which each has some groups of heads."""
     some = {name: FOUR[name] for name in ("hsdp", "tp x fsdp", "tp+sp x fsdp")}
     check("deepseek v4", some, tmp_path, bound=5e-5, dtype="float32", recompute="selective", replay=True)
     experts = {"ep x fsdp": ParallelDims(world=4, shard=4, expert=2)}
     check("deepseek v4", experts, tmp_path, bound=5e-5, dtype="float32", recompute="selective", replay=False)
+
+
+def test_ngram_embeddings_and_gated_hyper_connections_do_too(tmp_path):
+    """The table of n-grams is sharded by its rows, and what is added to the streams is on all ranks."""
+    some = {name: FOUR[name] for name in ("hsdp", "tp x fsdp")}
+    check("hybrid qwen4", some, tmp_path, bound=5e-5, dtype="float32", recompute="selective", replay=True)
+    experts = {"ep x fsdp": ParallelDims(world=4, shard=4, expert=2)}
+    check("hybrid qwen4", experts, tmp_path, bound=5e-5, dtype="float32", recompute="full", replay=False)
 
 
 def test_layers_computed_again_in_full_change_nothing(tmp_path):

@@ -17,7 +17,7 @@ from miles.core.token_fields import INDEXER_TOPK
 from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.models.indexer_layout import build_indexer_layout
 
-SPARSE = ("deepseek v3.2", "glm 5 shared choices", "minimax-m3", "hybrid glm 5.3 flash")
+SPARSE = ("deepseek v3.2", "glm 5 shared choices", "minimax-m3", "hybrid glm 5.3 flash", "hybrid qwen4")
 UNRECORDED = np.iinfo(np.uint16).max
 
 

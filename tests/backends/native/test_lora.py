@@ -119,7 +119,8 @@ def test_adapters_in_one_batch_give_what_each_gives_alone(depth):
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    "kind", ["qwen2 moe", "deepseek v3", "hybrid qwen3 next", "hybrid kimi linear", "lfm2", "gemma2", "phi3"]
+    "kind",
+    ["qwen2 moe", "deepseek v3", "hybrid qwen3 next", "hybrid kimi linear", "hybrid qwen4", "lfm2", "gemma2", "phi3"],
 )
 def test_adapters_of_other_kinds_of_models_too(kind):
     engine = build_engine(kind)

@@ -16,7 +16,7 @@ from tests.models.oracle import KINDS, SMALL, hf_model, our_logits, twin
 from miles.core.protocols import SamplingParams
 from miles.models.decoder import Decoder, Routing
 from miles.models.families import spec_from_config
-from miles.models.spec import AttentionSpec, CompressedAttentionSpec, DecoderSpec, MlaSpec
+from miles.models.spec import AttentionSpec, CompressedAttentionSpec, DecoderSpec, MlaSpec, RelativeAttentionSpec
 
 NEW = 6
 PAGE = 4
@@ -86,6 +86,10 @@ def is_compressed(spec: DecoderSpec) -> bool:
     return bool(mixers(spec, CompressedAttentionSpec))
 
 
+def is_relative(spec: DecoderSpec) -> bool:
+    return bool(mixers(spec, RelativeAttentionSpec))
+
+
 def is_recurrent(spec: DecoderSpec) -> bool:
     return spec.recurrent
 
@@ -98,7 +102,17 @@ def is_plain(spec: DecoderSpec) -> bool:
     return not any(sort(spec) for sort in (*SORTS, has_experts))
 
 
-SORTS = [is_windowed, is_chunked, is_bounded, has_sinks, is_latent, is_indexed, is_compressed, is_recurrent]
+SORTS = [
+    is_windowed,
+    is_chunked,
+    is_bounded,
+    has_sinks,
+    is_latent,
+    is_indexed,
+    is_compressed,
+    is_relative,
+    is_recurrent,
+]
 
 
 @pytest.fixture

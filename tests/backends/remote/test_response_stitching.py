@@ -10,25 +10,29 @@ from hypothesis import strategies as st
 
 from miles.backends.remote.response import GenerateResponse
 from miles.backends.remote.response_stitching import ResponseStitcher, RoutedExpertsShape
+from miles.core.errors import EngineError
+from miles.core.indexer_topk import encode_indexer_topk
 from miles.core.protocols import SamplingParams, SpeculationCounts
-from miles.core.token_fields import ROUTED_EXPERTS
+from miles.core.token_fields import INDEXER_TOPK, ROUTED_EXPERTS
 from miles.core.types import Status, Version
+from miles.models.indexer_layout import IndexerLayout
 
 PROMPT, END = [7, 8, 9], 2
 EXPERTS = RoutedExpertsShape(num_layers=2, experts_per_token=2, num_experts=8)
 
 
-def parts(sampling=None, *, decode=None, experts=None):
+def parts(sampling=None, *, decode=None, experts=None, indexer=None):
     return ResponseStitcher(
         PROMPT,
         sampling or SamplingParams(max_new_tokens=40),
         eos_token_ids=frozenset([END]),
         decode=decode,
         experts=experts,
+        indexer=indexer,
     )
 
 
-def reply(tokens, reason=None, experts=None):
+def reply(tokens, reason=None, experts=None, indexer=None):
     tokens = list(tokens)
     return GenerateResponse(
         vocab_size=300,
@@ -37,6 +41,7 @@ def reply(tokens, reason=None, experts=None):
         logprobs=[-float(token) / 100 for token in tokens],
         finish_reason=reason,
         experts=experts,
+        indexer=indexer,
     )
 
 
@@ -155,3 +160,30 @@ def test_drafts_of_all_parts_are_counted():
     plain = parts()
     add(plain, reply([3], "stop"))
     assert plain.completion("stop").speculation is None
+
+
+SELECTED = IndexerLayout(layers=(0, 1), count=2, groups=1, dtype="uint16")
+
+
+def selections(count):
+    """Every token selects itself and the token before it, or has no record."""
+    rows = [[[t, t - 1 if t else 65535], [65535, t]] for t in range(count)]
+    return np.array(rows, np.uint16).reshape(count, 2, 2)
+
+
+def test_selections_of_indexers_are_those_of_the_response_that_computed_a_token():
+    answer = parts(indexer=SELECTED)
+    first, then = selections(4), selections(6)
+    then[:4] = 0
+    add(answer, reply([3, 4], "abort", indexer=encode_indexer_topk(first)))
+    add(answer, reply([5, 6], "length", indexer=encode_indexer_topk(then)), 1)
+    done = answer.completion("length")
+    found = np.concatenate([done.prompt_extras[INDEXER_TOPK], *(span.extras[INDEXER_TOPK] for span in done.spans)])
+    assert np.array_equal(found[:4], first) and np.array_equal(found[4:6], then[4:])
+    assert (found[6:] == 65535).all() and len(found) == 7
+
+
+@pytest.mark.parametrize("indexer", [None, "", encode_indexer_topk(selections(3))])
+def test_a_finished_response_without_its_selections_is_refused(indexer):
+    with pytest.raises(EngineError, match="indexer_topk"):
+        add(parts(indexer=SELECTED), reply([3, 4], "stop", indexer=indexer))

@@ -1,6 +1,7 @@
 """Context parallelism: the tokens of a micro-batch are sharded, queries stay local, keys and values are all-gathered.
 
-So are the keys of a DSA indexer, and what a recurrent layer scans.
+So are the keys of indexers and what compressed attention pools. Recurrent layers scan each part where it is, and hand
+their states on.
 
     segment  |0|1|2|3|4|5|6|7|      with 4 ranks; rank 0 has chunks 0 and 7, rank 1 has 1 and 6, ...
 
@@ -13,8 +14,8 @@ of a value; L MoE layers, k experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -25,8 +26,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from miles.backends.fsdp.autograd_collectives import CollectiveGroup, gather_from_sequence_region, gather_replicated
+from miles.cluster.parallel_dims import splits_scans
+from miles.kernels.attention.compressed import CompressorInputs
+from miles.kernels.attention.gather_rows import index_rows
 from miles.kernels.attention.indexer_replay import IndexerSelections
-from miles.kernels.attention.params import AttentionInputs, IndexerInputs
+from miles.kernels.attention.params import AttentionInputs, BlockIndexerInputs, IndexerInputs
 from miles.kernels.attention.tree import KeyRuns, Segment, TreeAttentionBackend
 from miles.kernels.attention.varlen import FreshRecurrentState
 from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend
@@ -69,7 +73,7 @@ class PackedRows(Protocol):
 class ContextParallelAttention:
     """An AttentionBackend of one rank's queries over the keys and values of all ranks.
 
-    Recurrent layers scan the sequences of ``lengths``, whose tokens are all-gathered by ``shard``.
+    Recurrent layers scan the sequences of ``lengths``, of which this rank has a ``shard``.
     """
 
     latent = False
@@ -97,9 +101,18 @@ class ContextParallelAttention:
         both_MGx = gather_from_sequence_region(torch.cat((k_tGd, v_tGe), -1), self._group)
         k_MGd, v_MGe = both_MGx.split((k_tGd.shape[-1], v_tGe.shape[-1]), dim=-1)
         index = inputs.indexer
-        if isinstance(index, IndexerInputs):
+        if isinstance(index, IndexerInputs | BlockIndexerInputs):
             index = replace(index, k_Td=gather_from_sequence_region(index.k_Td, self._group))
         return self._backend(layer, inputs._replace(k_TGd=k_MGd, v_TGe=v_MGe, indexer=index))
+
+    def attend_compressed(self, layer: int, inputs: AttentionInputs, compressor: CompressorInputs) -> Tensor:
+        """Attend to a window of tokens and to compressed keys, computed from the states of the tokens of all ranks."""
+        width = inputs.k_TGd.shape[-1]
+        both_tx = torch.cat((inputs.k_TGd.flatten(1), compressor.states_Tx), -1)
+        k_Md, states_Mx = gather_from_sequence_region(both_tx, self._group).tensor_split((width,), dim=1)
+        k_M1d = k_Md.unsqueeze(1)
+        inputs = inputs._replace(k_TGd=k_M1d, v_TGe=k_M1d)
+        return self._backend.attend_compressed(layer, inputs, replace(compressor, states_Tx=states_Mx))
 
     def recurrent_state(self, layer: int) -> FreshRecurrentState:
         """The state of a recurrent layer: every sequence starts here, and this rank has a part of it."""
@@ -110,12 +123,45 @@ class ContextParallelAttention:
 class ContextSequenceShard:
     """The SequenceShard of one rank: ``place_T`` is where each token is among the slots of all ranks, ``own_t`` are the
     tokens of this rank, which has ``fill`` slots more.
+
+    ``bounds_N`` are where the chunks of each sequence begin and end. The ``parts`` of a rank are its early and late
+    chunk of each sequence, and its padding.
     """
 
     place_T: Tensor
     own_t: Tensor
     fill: int
     group: CollectiveGroup
+    bounds_N: Sequence[NDArray[np.int64]]
+    parts: Sequence[int] | None
+    neighbors: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def read_earlier(self, x_tC: Tensor, count: int) -> Tensor:
+        assert self.parts is not None
+        if count not in self.neighbors:
+            found = _find_neighbors(self.bounds_N, self.group.rank, self.group.world, count, len(x_tC))
+            sent, read = (torch.from_numpy(rows).to(x_tC.device) for rows in found)
+            self.neighbors[count] = sent, read
+        sent, read = self.neighbors[count]
+        zero_1C = x_tC.new_zeros(1, x_tC.shape[1])
+        tails_SC = gather_from_sequence_region(index_rows(torch.cat((x_tC, zero_1C)), sent), self.group)
+        rows_BkC = index_rows(torch.cat((tails_SC, zero_1C)), read).unflatten(0, (len(self.parts), count))
+        return rows_BkC.transpose(1, 2)
+
+    def pass_states(self, ends_Bx: Tensor, advance: Callable[[Tensor | None, Tensor], Tensor]) -> Tensor:
+        assert self.parts is not None
+        rank, world = self.group.rank, self.group.world
+        # The last part is padding.
+        every = gather_from_sequence_region(ends_Bx[:-1].contiguous(), self.group).unflatten(0, (world, -1, 2))
+        late = 2 * world - 1 - rank
+        states: list[Tensor] = []
+        for piece in range(late):
+            part_Nx = every[_owner(piece, world), :, int(piece >= world)]
+            states.append(advance(states[-1] if states else None, part_Nx))
+        zeros_Nx = torch.zeros_like(states[0])
+        early_Nx = states[rank - 1] if rank else zeros_Nx
+        before_Bx = torch.stack((early_Nx, states[late - 1]), 1).flatten(0, 1)
+        return torch.cat((before_Bx, zeros_Nx[:1]))
 
     def gather(self, x_t: Tensor) -> Tensor:
         return gather_from_sequence_region(x_t.contiguous(), self.group).index_select(0, self.place_T)
@@ -181,6 +227,33 @@ def _owner(piece: int, world: int) -> int:
     return min(piece, 2 * world - 1 - piece)
 
 
+def _find_neighbors(
+    bounds_N: Sequence[NDArray[np.int64]], rank: int, world: int, count: int, own: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Which ``count`` last rows of each of its parts this rank sends, and which of all sent rows its parts read.
+
+    The row behind the ``own`` ones, or behind those sent, is zeros. The last part, padding, reads only zeros.
+    """
+    offset_k = np.arange(count)
+    sent: list[NDArray[np.int64]] = []
+    read: list[NDArray[np.int64]] = []
+    start, all_sent = 0, world * len(bounds_N) * 2 * count
+    for number, bounds in enumerate(bounds_N):
+        for piece in (rank, 2 * world - 1 - rank):
+            first, end = bounds[piece], bounds[piece + 1]
+            row_k = start + (end - first) - count + offset_k
+            sent.append(np.where(row_k >= start, row_k, own))
+            start += int(end - first)
+            position_k = first - count + offset_k
+            piece_k = np.searchsorted(bounds, position_k, side="right") - 1
+            owner_k = np.minimum(piece_k, 2 * world - 1 - piece_k)
+            part_k = (owner_k * len(bounds_N) + number) * 2 + (piece_k >= world)
+            slot_k = part_k * count + count - (bounds[piece_k + 1] - position_k)
+            read.append(np.where(position_k >= 0, slot_k, all_sent))
+    read.append(np.full(count, all_sent))
+    return np.concatenate(sent), np.concatenate(read)
+
+
 def _assign_tokens(lengths: Sequence[int], world: int, multiple: int) -> _Assignment:
     """Split every segment into 2 * world chunks and assign them forth and back (zigzag)."""
     own: list[list[NDArray[np.int64]]] = [[] for _ in range(world)]
@@ -240,7 +313,8 @@ def shard_batch(
     device = rows.tokens_T.device
     world = group.world
     rank = group.rank
-    assignment = _assign_tokens([s.length for s in tree_nodes], world, multiple)
+    lengths = [node.length for node in tree_nodes]
+    assignment = _assign_tokens(lengths, world, multiple)
     own_t = torch.from_numpy(assignment.own[rank]).to(device)
     more = assignment.size - len(own_t)
     place_T = torch.from_numpy(assignment.place_T).to(device)
@@ -261,8 +335,8 @@ def shard_batch(
             assignment.size,
             group,
             device,
-            lengths=[node.length for node in tree_nodes],
-            shard=ContextSequenceShard(place_T=place_T, own_t=own_t, fill=more, group=group),
+            lengths=lengths,
+            shard=_build_sequence_shard(assignment, lengths, own_t, place_T, group, numerics),
             numerics=numerics,
             selections=selections,
         ),
@@ -274,6 +348,30 @@ def shard_batch(
         fill=more,
         vision=None if vision is None else select_range(vision, place_T, rank * assignment.size, assignment.size),
         selections=selections,
+    )
+
+
+def _build_sequence_shard(
+    assignment: _Assignment,
+    lengths: Sequence[int],
+    own_t: Tensor,
+    place_T: Tensor,
+    group: CollectiveGroup,
+    numerics: Numerics,
+) -> ContextSequenceShard:
+    """This rank's part of the sequences for recurrent layers, and whether they scan it alone."""
+    rank, world = group.rank, group.world
+    fill = assignment.size - len(own_t)
+    parts: list[int] | None = None
+    if splits_scans(lengths, world, numerics):
+        parts = [pieces[piece][1] for pieces in assignment.pieces for piece in (rank, 2 * world - 1 - rank)] + [fill]
+    return ContextSequenceShard(
+        place_T=place_T,
+        own_t=own_t,
+        fill=fill,
+        group=group,
+        bounds_N=[np.cumsum([0, *(n for _, n in pieces)]) for pieces in assignment.pieces],
+        parts=parts,
     )
 
 

@@ -21,7 +21,6 @@ from miles.backends.fsdp import expert_parallel, tensor_parallel
 from miles.backends.fsdp.autograd_collectives import gather_replicated
 from miles.backends.fsdp.device_mesh import FsdpMesh
 from miles.backends.fsdp.fully_shard import accept_no_images, apply_fully_shard
-from miles.backends.fsdp.indexer_replay import collect_counts
 from miles.backends.fsdp.lora_model import build_head_lora
 from miles.backends.fsdp.master_params import MasterParams
 from miles.backends.fsdp.packed_batch import RankBatch, build_rank_batch
@@ -44,6 +43,7 @@ from miles.models.parallel.tp_sharding import compute_tp_shards
 from miles.models.quantization import count_packed_columns
 from miles.models.spec import DecoderSpec
 from miles.train.batch_tensors import MicroBatch
+from miles.train.indexer_replay import collect_counts
 from miles.train.logprobs import HeadOutput, PolicyFeatures
 from miles.train.model_protocols import KeptTensors, LossCallback
 from miles.train.stopwatch import Stopwatch
@@ -115,7 +115,7 @@ class FsdpModel:
         self._masters = MasterParams(self._decoder)
         self._vocab_shard = None
         if mesh.tp_group.world > 1:
-            self._vocab_shard = tensor_parallel.VocabShard(spec.vocab_size, mesh.tp_group)
+            self._vocab_shard = tensor_parallel.VocabShard(spec.vocab_size, mesh.tp_group, padding=spec.vocab_padding)
 
     def freeze_head(self) -> None:
         """Do not train the head, unless it is the embedding; call before the first forward."""
@@ -342,8 +342,9 @@ class FsdpModel:
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         missing = dict(self.parameters())
-        kept = (".correction", ".expert_table")  # in their own dtypes
-        dtype = next((p.dtype for name, p in missing.items() if not name.endswith(kept)), self.dtype)
+        # Corrections and integers are kept in their own dtypes.
+        floats = (p for name, p in missing.items() if p.is_floating_point() and not name.endswith(".correction"))
+        dtype = next((p.dtype for p in floats), self.dtype)
         for name, full in hf.load_decoder_params(folder, self.spec, device="cpu", dtype=dtype):
             param = missing.pop(name, None)
             if param is None or full.shape != self._shards[name].full_shape:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles.backends.fsdp.indexer_replay import IndexerCounts, build_selections, collect_counts
 from miles.backends.fsdp.lora_model import build_head_lora
 from miles.backends.fsdp.routing_replay import RoutingStats, build_routing, collect_routing_stats
 from miles.core.errors import CheckpointError, MilesError
@@ -29,6 +28,7 @@ from miles.models.lora.adapters import WHOLE, LoraAdapters, ParamPart
 from miles.models.optim_groups import TRAINED_VISION, FrozenVision, MuonMatrices, find_muon_matrices
 from miles.models.spec import DecoderSpec
 from miles.train.batch_tensors import MicroBatch, RoutedExpertsCache
+from miles.train.indexer_replay import IndexerCounts, build_selections, collect_counts
 from miles.train.logprobs import HeadOutput, PolicyFeatures
 from miles.train.model_protocols import KeptTensors, LossCallback
 from miles.train.optim.optimizer import full_grad_norm
@@ -314,7 +314,9 @@ class LocalHeadModel(_Unsharded):
             frozen_vision=frozen_vision,
         )
         if not decoder.spec.tie_embeddings:
-            decoder.head().requires_grad_(False)
+            weight_VD = decoder.head()
+            # It may be a view of the rows that are tokens.
+            (weight_VD if weight_VD._base is None else weight_VD._base).requires_grad_(False)
         self._head: dict[str, Tensor] = {
             name: nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=self._backbone.device))
             for name, shape in head.items()

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from miles.backends.fsdp.context_parallel import PackedRows, RankBatch, shard_batch
 from miles.backends.fsdp.device_mesh import FsdpMesh
-from miles.backends.fsdp.indexer_replay import build_selections
 from miles.core.errors import MilesError, UsageError
 from miles.kernels.attention.indexer_replay import IndexerSelections
 from miles.models.spec import DecoderSpec
 from miles.models.vision.inputs import VisionInputs
+from miles.train.indexer_replay import build_selections
 from miles.train.packed_images import PackedImages, prepare_positions, select_range
 from miles.train.prefix_sharing import TreeNode, build_attention, check_supported
 

@@ -44,10 +44,11 @@ def build_tp_collectives(group: CommGroup, *, sequence: bool) -> TpCollectives:
 
 
 class VocabShard:
-    """The rows of the output head of one tensor-parallel rank."""
+    """The rows of the output head of one tensor-parallel rank, without those of padding."""
 
-    def __init__(self, vocab_size: int, group: CommGroup) -> None:
-        self.first, end = ShardSegment(vocab_size).bounds(group.rank, group.world)
+    def __init__(self, vocab_size: int, group: CommGroup, *, padding: int = 0) -> None:
+        bounds = ShardSegment(vocab_size + padding).bounds(group.rank, group.world)
+        self.first, end = (min(bound, vocab_size) for bound in bounds)
         self.size = end - self.first
         self._group = group
 

@@ -63,6 +63,11 @@ class NativeConfig:
         "Return the routed experts of every token of an MoE model, which a trainer can replay.",
         off="--disable-engine-return-routed-experts",
     )
+    engine_return_indexer_topk: bool = option(
+        False,
+        "Record what the indexers of a sparse-attention model select for every token, and return it to requests with "
+        "return_indexer_topk; --use-rollout-indexer-replay sets it.",
+    )
     speculative_algorithm: Literal["auto", "none", "ngram", "draft-model", "mtp", "eagle3"] = option(
         "auto",
         "Draft tokens and verify several per engine step: from n-grams of a prompt's samples, with a smaller model, "

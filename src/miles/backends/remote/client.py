@@ -92,6 +92,7 @@ class SglangClient:
         token: str | None = None,
         vocab_size: int,
         routed_experts: bool = False,
+        indexer_topk: bool = False,
         media: MediaStore | None = None,
     ) -> None:
         self.url = url.rstrip("/")
@@ -99,6 +100,7 @@ class SglangClient:
         self.headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._vocab_size = vocab_size
         self._routed_experts = routed_experts
+        self._indexer_topk = indexer_topk
         self._media = media
         self._session: aiohttp.ClientSession | None = None
         self._control_session: aiohttp.ClientSession | None = None
@@ -219,6 +221,7 @@ class SglangClient:
                 params["sampling_drawn"] = sampling.num_prior_tokens
         body = {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True, "stream": True}
         flags = {"return_routed_experts": self._routed_experts, "return_weight_versions": self.keeps_requests}
+        flags["return_indexer_topk"] = self._indexer_topk
         return body | {name: True for name, enabled in flags.items() if enabled}
 
     def _image_fields(self, tokens: Sequence[int], images: Images) -> dict[str, Any]:

@@ -35,10 +35,11 @@ class GenerateResponse:
 
     ``finish_reason`` is None while it is incomplete, then ``stop``, ``length`` or ``abort``. ``weight_version`` is the
     server's label of the weights that sampled the last token; ``version_runs``, if the server reports it, the labels of
-    all weights that sampled the tokens, in order, and how many each; ``experts`` is SGLang's ``routed_experts`` field.
-    With ``num_prompt_tokens`` the server must have read so many. ``speculation`` is None if the server reports none.
-    ``adapter`` is the LoRA adapter that the request named, and ``rid`` its id then. ``abort_at_token``: it is to be
-    aborted at its first token; ``never_ran``: it was aborted while it waited to run; ``is_lost``: its server was lost.
+    all weights that sampled the tokens, in order, and how many each; ``experts`` and ``indexer`` are SGLang's
+    ``routed_experts`` and ``indexer_topk``. With ``num_prompt_tokens`` the server must have read so many.
+    ``speculation`` is None if the server reports none. ``adapter`` is the LoRA adapter that the request named, and
+    ``rid`` its id then. ``abort_at_token``: it is to be aborted at its first token; ``never_ran``: it was aborted while
+    it waited to run; ``is_lost``: its server was lost.
     """
 
     vocab_size: int
@@ -49,6 +50,7 @@ class GenerateResponse:
     weight_version: str | None = None
     version_runs: list[tuple[str, int]] | None = None
     experts: str | None = None
+    indexer: str | None = None
     cached_tokens: int = 0
     num_prompt_tokens: int | None = None
     speculation: SpeculationCounts | None = None
@@ -136,6 +138,8 @@ class GenerateResponse:
             raise _server_error(reason, "status_code")
         experts = meta.get("routed_experts")
         self.experts = experts if isinstance(experts, str) else None
+        indexer = meta.get("indexer_topk")
+        self.indexer = indexer if isinstance(indexer, str) else None
         self.finish_reason = kind
         self.never_ran = kind == "abort" and reason.get("message") == _WAITING
 

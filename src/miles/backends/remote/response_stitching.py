@@ -1,20 +1,24 @@
-"""Response stitching: one completion out of partial responses of several servers, with versions and routed experts.
+"""Response stitching: one completion out of partial responses of several servers, with versions and records: routed
+experts, and what indexers selected.
 
-Shapes: L MoE layers, k experts per token.
+Shapes: T tokens, L MoE layers, k experts per token; or L layers with an indexer, k entries per token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from miles.backends.remote.response import GenerateResponse
+from miles.core.indexer_topk import decode_indexer_topk
 from miles.core.protocols import Completion, SamplingParams, SpeculationCounts
 from miles.core.routed_experts import decode_from_sglang, expert_dtype, unrecorded_id
-from miles.core.token_fields import ROUTED_EXPERTS
-from miles.core.types import EMPTY, Array, Author, Span, Status, Version
+from miles.core.token_fields import INDEXER_TOPK, ROUTED_EXPERTS
+from miles.core.types import Array, Author, Span, Status, Version
+from miles.models.indexer_layout import IndexerLayout
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -42,12 +46,15 @@ class ResponseStitcher:
         eos_token_ids: frozenset[int],
         decode: Decode | None,
         experts: RoutedExpertsShape | None,
+        indexer: IndexerLayout | None = None,
     ) -> None:
         self._prompt = list(prompt)
         self._sampling = sampling
         self._stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
         self._decode = decode
         self._experts = experts
+        self._indexer = indexer
+        self._selected_TLk: Array | None = None
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._version_starts: list[tuple[int, Version]] = []
@@ -80,6 +87,9 @@ class ResponseStitcher:
         assert sum(count for _, count in runs) == len(response.tokens), "every token has the version that sampled it"
         if response.experts is not None and self._experts is not None:
             self._add_routed_experts(response.experts, len(self.input_ids) + len(response.tokens) - 1)
+        # An aborted or lost response has none: what it sampled is read again by the next one.
+        if self._indexer is not None and (response.indexer is not None or response.finish_reason in ("stop", "length")):
+            self._add_indexer_topk(self._indexer, response.indexer, len(self.input_ids) + len(response.tokens) - 1)
         self._tokens += response.tokens
         self._logprobs += response.logprobs
         for version, count in runs:
@@ -136,10 +146,23 @@ class ResponseStitcher:
             new_TLk if recorded_TLk is None else np.concatenate([recorded_TLk, new_TLk[len(recorded_TLk) :]])
         )
 
+    def _add_indexer_topk(self, shape: IndexerLayout, text: str | None, num_tokens: int) -> None:
+        """Selections for the first ``num_tokens`` of prompt and completion; those recorded before stay."""
+        new_TLk = decode_indexer_topk(
+            text,
+            tokens=num_tokens,
+            layers=len(shape.layers),
+            count=shape.groups * shape.count,
+            dtype=shape.dtype,
+        )
+        recorded_TLk = self._selected_TLk
+        self._selected_TLk = (
+            new_TLk if recorded_TLk is None else np.concatenate([recorded_TLk, new_TLk[len(recorded_TLk) :]])
+        )
+
     def completion(self, finish_reason: str) -> Completion:
         """The whole completion, one span per version."""
-        all_routed_TLk = self._padded_routed_experts()
-        routed_TLk = None if all_routed_TLk is None else all_routed_TLk[len(self._prompt) :]
+        records, prompt = self._gather_records(), len(self._prompt)
         tokens, logprobs = np.array(self._tokens, np.int32), np.array(self._logprobs, np.float32)
         stops = [*(start for start, _ in self._version_starts[1:]), len(self._tokens)]
         spans = tuple(
@@ -148,7 +171,7 @@ class ResponseStitcher:
                 tokens=tokens[start:stop],
                 logprobs=logprobs[start:stop],
                 version=version,
-                extras=EMPTY if routed_TLk is None else {ROUTED_EXPERTS: routed_TLk[start:stop]},
+                extras={name: values_TLk[prompt + start : prompt + stop] for name, values_TLk in records.items()},
             )
             for (start, version), stop in zip(self._version_starts, stops, strict=False)  # there may be no token
         )
@@ -158,17 +181,23 @@ class ResponseStitcher:
             status=status,
             finish_reason=finish_reason,
             cached_tokens=self._cached_tokens or 0,
-            prompt_extras=EMPTY if all_routed_TLk is None else {ROUTED_EXPERTS: all_routed_TLk[: len(self._prompt)]},
+            prompt_extras={name: values_TLk[:prompt] for name, values_TLk in records.items()},
             speculation=self._speculation,
         )
 
-    def _padded_routed_experts(self) -> Array | None:
-        """Routed experts of every token, with the marker for unrecorded ones where a server returned none."""
-        shape = self._experts
-        if shape is None:
-            return None
-        dtype, length = expert_dtype(shape.num_experts), len(self._prompt) + len(self._tokens)
-        per_token = (shape.num_layers, shape.experts_per_token)
-        recorded_TLk = np.empty((0, *per_token), dtype) if self._routed_TLk is None else self._routed_TLk[:length]
-        missing_TLk = np.full((length - len(recorded_TLk), *per_token), unrecorded_id(dtype), dtype)
-        return np.concatenate((recorded_TLk, missing_TLk))
+    def _gather_records(self) -> dict[str, Array]:
+        """Records of every token by name, with the marker for unrecorded ones where a server returned none."""
+        records: dict[str, Array] = {}
+        if (experts := self._experts) is not None:
+            shape, dtype = (experts.num_layers, experts.experts_per_token), expert_dtype(experts.num_experts)
+            records[ROUTED_EXPERTS] = self._pad(self._routed_TLk, shape, dtype)
+        if (indexer := self._indexer) is not None:
+            shape = (len(indexer.layers), indexer.groups * indexer.count)
+            records[INDEXER_TOPK] = self._pad(self._selected_TLk, shape, np.dtype(indexer.dtype))
+        return records
+
+    def _pad(self, recorded_TLk: Array | None, per_token: tuple[int, int], dtype: np.dtype[Any]) -> Array:
+        length = len(self._prompt) + len(self._tokens)
+        known_TLk = np.empty((0, *per_token), dtype) if recorded_TLk is None else recorded_TLk[:length]
+        missing_TLk = np.full((length - len(known_TLk), *per_token), unrecorded_id(dtype), dtype)
+        return np.concatenate((known_TLk, missing_TLk))

@@ -75,10 +75,11 @@ class ResourceRequest:
         """The trainer node of an engine that shares devices, and the first of its devices there."""
         return divmod(number * self.per_engine % (self.nodes * self.per_node), self.per_node)
 
-    def describe(self) -> list[str]:
-        """Lines for the plan of a run."""
+    def describe(self, *, has_driver: bool = True) -> list[str]:
+        """Lines for the plan of a run, of whose ranks the driver is the first, or no one."""
         kind, each = self.kind, f"{self.per_engine} {self.kind}"
-        lines = [f"trainer: {_count(self.nodes, 'node')} of {self.per_node} {kind}, the first one the driver's"]
+        first = ", the first one the driver's" if has_driver else ""
+        lines = [f"trainer: {_count(self.nodes, 'node')} of {self.per_node} {kind}{first}"] if self.nodes else []
         if self.engines and self.shared:
             lines.append(
                 f"engines: {self.engines} of {each}, on the trainer's devices, {self.share:g} of each per process"
@@ -111,18 +112,23 @@ def sort_nodes(nodes: Sequence[ClusterNode]) -> list[ClusterNode]:
     return sorted(nodes, key=lambda n: ([n.labels.get(name, "") for name in LABELS], _numeric(n.address), n.id))
 
 
-def plan_placement(request: ResourceRequest, nodes: Sequence[ClusterNode], driver: str) -> Placement:
-    """Assign nodes to the trainer, engines and workers; raises ``UsageError`` if the cluster is too small."""
+def plan_placement(
+    request: ResourceRequest, nodes: Sequence[ClusterNode], driver: str | None, owner: str = ""
+) -> Placement:
+    """Assign nodes to the trainer, engines and workers; raises ``UsageError`` if the cluster is too small.
+
+    The first node is that of the ``driver``; any, if the ``owner`` is a policy of which the driver is no rank.
+    """
     ordered = sort_nodes(nodes)
-    first = next((node for node in ordered if node.id == driver), None)
-    if first is not None and first.devices >= request.per_node:
+    head = [node for node in ordered if node.id == driver and node.devices >= request.per_node]
+    if head or driver is None:
         others = [node for node in ordered if node.id != driver and node.devices >= request.per_node]
         # Taking nodes that fit exactly leaves room for more engines on the others; the rack order is tried first.
         for candidates in (
             others,
             sorted(others, key=lambda node: (node.devices - request.per_node) % request.per_engine),
         ):
-            selected = [first, *candidates[: request.nodes - 1]]
+            selected = [*head, *candidates][: request.nodes]
             engines = _place_engines(request, ordered, selected)
             if len(selected) == request.nodes and engines is not None:
                 trainer = tuple(node.id for node in selected)
@@ -131,7 +137,7 @@ def plan_placement(request: ResourceRequest, nodes: Sequence[ClusterNode], drive
                     engines=engines,
                     workers=_place_workers(request, ordered, (*trainer, *engines), driver),
                 )
-    raise UsageError(_describe_shortage(request, ordered, driver))
+    raise UsageError(_describe_shortage(request, ordered, driver, owner))
 
 
 def _place_engines(
@@ -146,7 +152,7 @@ def _place_engines(
 
 
 def _place_workers(
-    request: ResourceRequest, nodes: Sequence[ClusterNode], used: Sequence[str], driver: str
+    request: ResourceRequest, nodes: Sequence[ClusterNode], used: Sequence[str], driver: str | None
 ) -> tuple[str, ...]:
     """Assign each worker to the node with the fewest workers among those with a free CPU."""
     free = {node.id: node.cpus for node in nodes}
@@ -169,16 +175,21 @@ def _place_workers(
     return tuple(assigned)
 
 
-def _describe_shortage(request: ResourceRequest, nodes: Sequence[ClusterNode], driver: str) -> str:
+def _describe_shortage(request: ResourceRequest, nodes: Sequence[ClusterNode], driver: str | None, owner: str) -> str:
     kind = request.kind
     have = ", ".join(f"{n.address}{' (this one)' if n.id == driver else ''} has {n.devices}" for n in nodes)
-    needed = f"{_count(request.nodes, 'node')} with {request.per_node} {kind} for the trainer, this one among them"
+    parts: list[str] = []
+    if request.nodes:
+        whose = "the trainer" if driver is None else "the trainer, this one among them"
+        parts.append(f"{_count(request.nodes, 'node')} with {request.per_node} {kind} for {whose}")
     if request.engines and not request.shared:
-        needed += f", and {_count(request.engines, 'engine')} of {request.per_engine} {kind} on one node each"
+        parts.append(f"{_count(request.engines, 'engine')} of {request.per_engine} {kind} on one node each")
+    needed = ", and ".join(parts)
+    who = f"policy {owner}, beside the others," if owner else "it"
     return (
-        f"the Ray cluster is too small for this run: it needs {needed} ({request.total} {kind} in total), but of its "
-        f"{_count(len(nodes), 'node')} {have or 'none is alive'} ({sum(n.devices for n in nodes)} {kind} in total); "
-        "ask for less with --actor-num-gpus-per-node, --actor-num-nodes or --rollout-num-gpus, or add nodes"
+        f"the Ray cluster is too small for this run: {who} needs {needed} ({request.total} {kind} in total), but of "
+        f"its {_count(len(nodes), 'node')} {have or 'none is alive'} ({sum(n.devices for n in nodes)} {kind} in "
+        "total); ask for less with --actor-num-gpus-per-node, --actor-num-nodes or --rollout-num-gpus, or add nodes"
     )
 
 

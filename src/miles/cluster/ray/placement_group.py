@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import ray
@@ -41,22 +42,33 @@ class ClusterReservation:
     """The resources of a run. ``close`` releases them, and disconnects from a cluster that was joined here.
 
     ``returning``: the run had these resources before, so that a cluster that is too small now has lost nodes, and has
-    ``seconds`` to get them back.
+    ``seconds`` to get them back. A further ``owner``, another policy of the run, has what is left ``beside`` earlier
+    reservations, on any node: the driver is none of its ranks. A cluster that is started here has ``cpus``.
     """
 
     def __init__(
-        self, request: ResourceRequest, *, address: str | None, seconds: float, returning: bool = False
+        self,
+        request: ResourceRequest,
+        *,
+        address: str | None,
+        seconds: float,
+        returning: bool = False,
+        beside: Sequence[ClusterReservation] = (),
+        owner: str = "",
+        cpus: int = 0,
     ) -> None:
         self.request = request
         self._seconds = seconds
-        self._connected = _connect(address, request)
+        self._owner = owner
+        self._beside = tuple(beside)
+        self._connected = _connect(address, request, cpus)
         self._groups: list[PlacementGroup] = []
         self._pending: set[PlacementGroup] = set()
         self._lock = threading.Lock()
         deadline = time.monotonic() + seconds
         try:
             self.driver: str = ray.get_runtime_context().get_node_id()
-            placement = self._plan(deadline if returning else time.monotonic())
+            placement = self._placement = self._plan(deadline if returning else time.monotonic())
             self._trainer = [self._create_group(request.per_node, id) for id in placement.trainer]
             self._engines = [self._create_group(request.per_engine, id) for id in placement.engines]
             self._workers = [self._create_group(1, id, "CPU") for id in placement.workers]
@@ -103,6 +115,17 @@ class ClusterReservation:
         """The bundle of a reward worker, likewise."""
         group = self._live_group(self._workers, number, 1, f"reward worker {number}", EngineError, kind="CPU")
         return BundleRange(group=group, first=0, count=1, share=1.0)
+
+    def count_devices(self) -> Counter[str]:
+        """The devices that were reserved on each node."""
+        request, kept = self.request, self._placement
+        used: Counter[str] = Counter()
+        for nodes, size in ((kept.trainer, request.per_node), (kept.engines, request.per_engine)):
+            for node in nodes:
+                used[node] += size
+        if request.kind == "CPU":
+            used.update(kept.workers)
+        return used
 
     def list_used_nodes(self) -> list[str]:
         """The ids of the nodes that have ranks or engines now; a node may be named more than once."""
@@ -152,8 +175,10 @@ class ClusterReservation:
     def _plan(self, deadline: float) -> Placement:
         while True:
             self.nodes = {node.id: node for node in list_nodes(self.request.kind)}
+            used = sum((other.count_devices() for other in self._beside), Counter[str]())
+            free = [replace(node, devices=max(0, node.devices - used[node.id])) for node in self.nodes.values()]
             try:
-                return plan_placement(self.request, list(self.nodes.values()), self.driver)
+                return plan_placement(self.request, free, None if self._owner else self.driver, self._owner)
             except UsageError:
                 if time.monotonic() >= deadline:
                     raise
@@ -170,7 +195,7 @@ class ClusterReservation:
                         f"{self._seconds:g} s (--ray-placement-timeout) {self._describe_free(total)}; wait for them, "
                         "or ask for less"
                     )
-            if (node := find_group_node(self._trainer[0])) == self.driver:
+            if self._owner or (node := find_group_node(self._trainer[0])) == self.driver:
                 return
             if time.monotonic() >= deadline:
                 break
@@ -251,7 +276,7 @@ def first_error_line(error: BaseException) -> str:
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
-def _connect(address: str | None, request: ResourceRequest) -> bool:
+def _connect(address: str | None, request: ResourceRequest, least_cpus: int) -> bool:
     """Connect to the cluster unless this process is connected; returns whether it did."""
     if ray.is_initialized():
         return False
@@ -261,7 +286,7 @@ def _connect(address: str | None, request: ResourceRequest) -> bool:
         if known:
             ray.init(address=known, **quiet)
         else:
-            cpus = {"num_cpus": max(request.cpus, os.cpu_count() or 1)} if request.kind == "CPU" else {}
+            cpus = {"num_cpus": max(request.cpus, least_cpus, os.cpu_count() or 1)} if request.kind == "CPU" else {}
             ray.init(address="local", include_dashboard=False, **cpus, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or ["no reason"])[0]

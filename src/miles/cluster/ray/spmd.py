@@ -33,7 +33,7 @@ from ray.exceptions import RayError
 
 from miles.cluster.heartbeat import HeartbeatMonitor, heartbeat_interval, start_heartbeat
 from miles.cluster.process import find_free_port
-from miles.cluster.ray.placement_group import BundleRange, ClusterReservation, create_actor
+from miles.cluster.ray.placement_group import BundleRange, ClusterReservation, create_actor, first_error_line
 from miles.cluster.spmd import RankContext, RankMain, run_rank
 from miles.core.errors import TrainerError
 from miles.core.serialization import Codec
@@ -50,6 +50,7 @@ class RayRankLauncher:
 
     def __init__(self, reservation: ClusterReservation) -> None:
         self._reservation = reservation
+        self.address = reservation.address
         self.rendezvous = f"{reservation.address}:{find_free_port(reservation.address)}"
 
     def __call__(
@@ -110,6 +111,11 @@ class RayRankProcess:
             return None
         return _KILLED if self._ended.exception() is not None else self._ended.result()
 
+    def describe_end(self) -> str:
+        """How it ended."""
+        error = self._ended.exception()
+        return f"exit code {self._ended.result()}" if error is None else first_error_line(error)
+
     def join(self, timeout: float | None = None) -> None:
         with suppress(FutureTimeoutError, RayError):
             self._ended.result(timeout)
@@ -155,7 +161,8 @@ def _accept_ranks(listener: socket.socket, key: bytes, processes: dict[int, RayR
         missing = sorted(processes.keys() - connections.keys())
         ended = next((rank for rank in missing if not processes[rank].is_alive()), None)
         if ended is not None:
-            raise TrainerError(f"rank {ended} ended on the cluster before it had connected; see its Ray logs")
+            reason = processes[ended].describe_end()
+            raise TrainerError(f"rank {ended} ended on the cluster before it had connected: {reason}; see its Ray logs")
         if time.monotonic() > deadline:
             raise TrainerError(f"rank {missing[0]} was not started by the cluster within {_START_SECONDS:g} s")
         try:

@@ -53,6 +53,7 @@ from miles.kernels.numerics import FAST, Numerics
 from miles.models.base import CausalLM
 from miles.models.draft.base import Draft
 from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.indexer_layout import build_indexer_layout
 from miles.models.lora.factors import LoraFactors, read_factors
 from miles.models.spec import DecoderSpec
 from miles.sync.manifest import Manifest
@@ -181,6 +182,7 @@ class NativeEngine:
         self.version: Version | None = None
         device = torch.device(device)
         self._platform = replace(detect_platform(device.type), device=device)
+        self.records_indexer_topk = return_indexer_topk and build_indexer_layout(spec) is not None
         self._runner, num_pages, draft_head, self._draft_runner = build_runner(
             spec,
             config,

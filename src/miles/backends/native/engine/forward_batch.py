@@ -216,7 +216,8 @@ class InflightStep(Protocol):
 
 # -- random numbers: a counter-based generator, one stream per seed ---------------------------
 
-_GOLDEN, _FIRST, _SECOND = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
+_FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_GOLDEN, _FIRST, _SECOND = np.array(_FACTORS, np.uint64)
 _WORD = (1 << 64) - 1
 _30, _27, _31, _LOW = np.array([30, 27, 31, 40], np.uint64)
 _UNIT = np.float32(2**-24)
@@ -233,10 +234,11 @@ def derive_rng_stream(seed: int) -> int:
     >>> derive_rng_stream(7) == int(derive_rng_streams(np.array([7], np.uint64))[0])
     True
     """
-    z = (seed + int(_GOLDEN)) & _WORD
-    z = ((z ^ (z >> int(_30))) * int(_FIRST)) & _WORD
-    z = ((z ^ (z >> int(_27))) * int(_SECOND)) & _WORD
-    return z ^ (z >> int(_31))
+    golden, first, second = _FACTORS
+    z = (seed + golden) & _WORD
+    z = ((z ^ (z >> 30)) * first) & _WORD
+    z = ((z ^ (z >> 27)) * second) & _WORD
+    return z ^ (z >> 31)
 
 
 def compute_uniforms(stream_D: Uints, index_D: Uints) -> Floats:

@@ -28,8 +28,10 @@ from miles.backends.native.engine.stop_regex import StopPattern
 from miles.backends.native.engine.vision import PromptImages
 from miles.core.errors import EngineError
 from miles.core.protocols import Completion, SpeculationCounts
-from miles.core.token_fields import ROUTED_EXPERTS
+from miles.core.token_fields import INDEXER_TOPK, ROUTED_EXPERTS
 from miles.core.types import Array, Author, Span, Status, Version
+
+_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 DecodeFn = Callable[[Sequence[int]], str]
 
@@ -301,10 +303,9 @@ class Req:
             )
             for (start, version), end in zip(self.version_starts, bounds[1:], strict=True)
         )
-        status = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}.get(self.finish_kind, Status.ABORTED)
         return Completion(
             spans=spans,
-            status=status,
+            status=_STATUS.get(self.finish_kind, Status.ABORTED),
             finish_reason=self.finish_kind or "abort",
             cached_tokens=max(0, self.cached_tokens),
             prompt_extras={name: values[:prompt] for name, values in records.items()},
@@ -485,6 +486,13 @@ class RequestOutput:
         """
         experts = self.req.gather_records(ROUTED_EXPERTS, self._unrecorded, first)
         return None if experts is None else experts[:-1]
+
+    def indexer_topk(self) -> Array | None:
+        """Return what indexers selected [tokens, L, k] for prompt and response, without the last token, once it has
+        ended; None if it is not recorded.
+        """
+        selected = self.req.gather_records(INDEXER_TOPK, self._unrecorded)
+        return None if selected is None else selected[:-1]
 
     # -- called by the engine ---------------------------------------------------------------
 

@@ -75,7 +75,7 @@ class ReqSlots:
         self.max_length_S[slot] = req.max_length
         # The last token is never computed; if none is sampled, the whole prompt is.
         self.target_S[slot] = max(req.prompt_length, req.max_length - 1)
-        self.stop_counts_V[list(req.stop_token_ids)] += 1
+        self._count_stops(req, 1)
         self.needs_check_S[slot] = req.needs_token_check
         self.has_edits_S[slot] = req.has_logit_edits
         self.has_queries_S[slot] = req.has_logprob_queries
@@ -90,6 +90,10 @@ class ReqSlots:
         self.rope_offset_S[slot] = 0 if req.images is None else req.images.rope_offset
         self.num_with_images += req.images is not None
         self.lora_slot_S[slot] = -1 if req.lora is None or self.lora is None else self.lora.acquire(req.lora)
+
+    def _count_stops(self, req: Req, change: int) -> None:
+        for token in req.stop_token_ids:  # a few: an index array would take longer
+            self.stop_counts_V[token] += change
 
     def has_lora_room(self, req: Req) -> bool:
         """Return whether the request's adapter has a device slot, or can get one."""
@@ -126,7 +130,7 @@ class ReqSlots:
         self.capacity_S[req.slot] = len(req.pages) * page_size
 
     def release(self, req: Req) -> None:
-        self.stop_counts_V[list(req.stop_token_ids)] -= 1
+        self._count_stops(req, -1)
         self.num_with_images -= req.images is not None
         self.copies.pop(req.slot, None)
         if req.lora is not None and self.lora is not None:

@@ -92,6 +92,14 @@ def get_sort_key(req: Req) -> tuple[int, int]:
     return req.sort_key
 
 
+def insert_sorted(reqs: list[Req], req: Req) -> None:
+    """Insert a request into sorted ones; mostly it comes last."""
+    if not reqs or reqs[-1].sort_key <= req.sort_key:
+        reqs.append(req)
+    else:
+        insort(reqs, req, key=get_sort_key)
+
+
 class RunningBatch:
     """Running requests: slot and page allocation, prefix sharing, n-sample forking.
 
@@ -243,7 +251,7 @@ class RunningBatch:
             req.start_time = self._clock()
         self.counters.cached_tokens += num_computed
         self.slots.start(req, num_computed, self.pages.size)
-        insort(self.running, req, key=get_sort_key)
+        insert_sorted(self.running, req)
         self._slots_R = None
         self.membership += 1
         if req.needs_last_token:

@@ -11,7 +11,6 @@ Shapes: as in ``forward_batch``; C token locations of the KV cache, S request sl
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -52,7 +51,7 @@ from miles.backends.native.engine.logit_edits import build_logit_edits, cut_to_g
 from miles.backends.native.engine.lora import ServedAdapter
 from miles.backends.native.engine.req import DecodeFn, Req
 from miles.backends.native.engine.request import Bools, Ints
-from miles.backends.native.engine.running_batch import Counters, RunningBatch, get_sort_key
+from miles.backends.native.engine.running_batch import Counters, RunningBatch, insert_sorted
 from miles.backends.native.engine.speculation import Speculation
 from miles.core.errors import EngineError
 from miles.core.types import Version
@@ -131,7 +130,7 @@ class Scheduler:
         return self.running_batch.running
 
     def submit(self, req: Req) -> None:
-        insort(self.waiting, req, key=get_sort_key)
+        insert_sorted(self.waiting, req)
 
     def iter_reqs(self) -> Iterator[Req]:
         """Yield all requests that have not ended."""
@@ -258,7 +257,7 @@ class Scheduler:
         for req, token, logprob in zip(step.sampled_reqs, tokens, logprobs, strict=True):
             if req.finish_kind:
                 continue
-            own = req.policy_version or version
+            own = version if req.lora is None else req.policy_version or version
             if req.version is not own:
                 req.record_version(own)
             req.tokens.append(token)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import chain, count
 
 import numpy as np
@@ -70,16 +71,17 @@ class RequestValidator:
             images = self._place_images(prompt_T, request) if request.images else None
         except (EngineError, ValueError) as error:
             raise EngineError(f"{self._name} cannot serve the request: {error}") from error
-        stops, number = sampling.stop_token_ids, next(self._numbers)
-        # Tokens outside the vocabulary cannot be sampled and end nothing.
-        end_tokens = tuple(token for token in (*spec.eos_token_ids, *stops) if 0 <= token < spec.vocab_size)
+        number = next(self._numbers)
+        end_tokens, stop_token_ids = _find_end_tokens(
+            spec.eos_token_ids, sampling.stop_token_ids, sampling.ignore_eos, spec.vocab_size
+        )
         req = Req(
             number=number,
             request=request,
             prompt_length=len(prompt),
             prompt_T=prompt_T,
             prompt_key=_build_prompt_key(prompt_T, images, lora),
-            stop_token_ids=frozenset(token for token in end_tokens if token in stops or not sampling.ignore_eos),
+            stop_token_ids=stop_token_ids,
             banned_tokens=end_tokens,
             stop_window=compute_stop_window(request),
             stop_patterns=patterns,
@@ -109,11 +111,12 @@ class RequestValidator:
             yield f"token {token} is outside the vocabulary of {self._spec.vocab_size}"
         if max_new < 0:
             yield f"max_new_tokens is {max_new}, must be at least 0"
-        lengths = f"{len(prompt)} prompt tokens and max_new_tokens {max_new}"
-        if len(prompt) + max_new > positions:
-            yield f"{lengths} exceed the model's {positions} positions"
-        if len(prompt) + max_new > self._kv_tokens:
-            yield f"{lengths} exceed the key-value cache of {self._kv_tokens} tokens; raise --engine-kv-tokens"
+        if len(prompt) + max_new > min(positions, self._kv_tokens):
+            lengths = f"{len(prompt)} prompt tokens and max_new_tokens {max_new}"
+            if len(prompt) + max_new > positions:
+                yield f"{lengths} exceed the model's {positions} positions"
+            if len(prompt) + max_new > self._kv_tokens:
+                yield f"{lengths} exceed the key-value cache of {self._kv_tokens} tokens; raise --engine-kv-tokens"
         start = request.logprob_start_len
         if start is not None and not 0 <= start <= len(prompt):
             yield f"logprob_start_len is {start}, must be between 0 and the prompt's {len(prompt)} tokens"
@@ -145,17 +148,14 @@ class RequestValidator:
             yield f"top_logprobs_num is {request.top_logprobs_num}, must be at least 0"
         if not 0 <= request.min_new_tokens <= request.sampling.max_new_tokens:
             yield f"min_new_tokens is {request.min_new_tokens}, must be between 0 and max_new_tokens"
-        named = (("token_ids_logprob", request.token_ids_logprob), ("logit_bias", tuple(request.logit_bias)))
-        for name, tokens in named:
-            if tokens and (token := self._find_unknown_token(np.array(tokens))) is not None:
+        for name, tokens in (("token_ids_logprob", request.token_ids_logprob), ("logit_bias", request.logit_bias)):
+            if tokens and (token := self._find_unknown_token(np.array(tuple(tokens)))) is not None:
                 yield f"{name} names token {token}, outside the vocabulary of {self._spec.vocab_size}"
         yield from _check_penalties(request)
-        stops = {*self._spec.eos_token_ids, *request.sampling.stop_token_ids}
-        if (
-            request.min_new_tokens
-            and sum(0 <= token < self._spec.vocab_size for token in stops) == self._spec.vocab_size
-        ):
-            yield "every token is a stop token, so min_new_tokens leaves none to sample"
+        if request.min_new_tokens:
+            stops = {*self._spec.eos_token_ids, *request.sampling.stop_token_ids}
+            if sum(0 <= token < self._spec.vocab_size for token in stops) == self._spec.vocab_size:
+                yield "every token is a stop token, so min_new_tokens leaves none to sample"
 
     def _find_unknown_token(self, tokens: Array) -> int | None:
         """Return a token outside the vocabulary, if there is one."""
@@ -167,6 +167,18 @@ class RequestValidator:
         return least if least < 0 else most if most >= self._spec.vocab_size else None
 
 
+@lru_cache(256)
+def _find_end_tokens(
+    eos_token_ids: tuple[int, ...], stop_token_ids: tuple[int, ...], ignore_eos: bool, vocab_size: int
+) -> tuple[tuple[int, ...], frozenset[int]]:
+    """Return EOS and stop tokens, and those of them that end a request.
+
+    Tokens outside the vocabulary cannot be sampled and end nothing.
+    """
+    tokens = tuple(token for token in (*eos_token_ids, *stop_token_ids) if 0 <= token < vocab_size)
+    return tokens, frozenset(token for token in tokens if token in stop_token_ids or not ignore_eos)
+
+
 def _build_prompt_key(prompt_T: Ints, images: PromptImages | None, lora: ServedAdapter | None) -> bytes:
     """Return what requests with the same prompt, images and adapter have in common."""
     keys_T = prompt_T if images is None else np.array(images.keys, np.int64)
@@ -174,7 +186,7 @@ def _build_prompt_key(prompt_T: Ints, images: PromptImages | None, lora: ServedA
 
 
 def _check_penalties(request: GenerateRequest) -> Iterator[str]:
-    if not all(abs(bias) <= MAX_LOGIT_BIAS for bias in request.logit_bias.values()):
+    if request.logit_bias and not all(abs(bias) <= MAX_LOGIT_BIAS for bias in request.logit_bias.values()):
         yield f"a logit_bias is not a number between {-MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}"
     for name, value in (("frequency", request.frequency_penalty), ("presence", request.presence_penalty)):
         if not -2 <= value <= 2:

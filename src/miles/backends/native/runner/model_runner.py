@@ -54,7 +54,7 @@ from miles.kernels.batch_invariant.paged_attention import BatchInvariantPagedBac
 from miles.kernels.fused.lm_head import LogitAdapter, compute_logits
 from miles.kernels.numerics import Numerics
 from miles.models.accounting.image_features import MAX_ENCODED_PATCHES, feature_bytes
-from miles.models.accounting.kv_cache import PerSequenceState, PerTokenCache, cache_layout
+from miles.models.accounting.kv_cache import PerSequenceState, PerTokenCache, cache_layout, list_states
 from miles.models.base import CausalLM
 from miles.models.capabilities import check_batch_invariance
 from miles.models.decoder import AttentionBackend, Decoder, Routing
@@ -265,9 +265,7 @@ class ModelRunner:
             self._kept_cache = self._cache
             self._build_graphs()
         states = {
-            i: _state_shapes(layout, self.dtype)
-            for i, layout in enumerate(layouts)
-            if isinstance(layout, PerSequenceState)
+            key: _state_shapes(layout, self.dtype) for key, layout in list_states(self.spec, self.numerics).items()
         }
         self._states = RecurrentStatePool(states, slots=self._num_states, device=self.device) if states else None
 

@@ -341,6 +341,12 @@ class RequestHandler:
         for name, position in positions.items():
             if position is not None and position > length:
                 raise RequestError(f"{name} is {position}, but the prompt has {length} tokens.", param=name)
+        if request.return_indexer_topk and not self.engine.records_indexer_topk:
+            raise RequestError(
+                "This server does not record what indexers select; start it with --engine-return-indexer-topk and a "
+                "model with sparse attention.",
+                param="return_indexer_topk",
+            )
         max_tops = min(vocab_size, MAX_TOP_LOGPROBS)
         if request.top_logprobs_num > max_tops:
             raise RequestError(

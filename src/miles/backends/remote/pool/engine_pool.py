@@ -25,6 +25,7 @@ from miles.core.errors import EngineError
 from miles.core.media import Images
 from miles.core.protocols import Completion, OnTokens, SamplingParams
 from miles.core.types import Tokens, Version
+from miles.models.indexer_layout import IndexerLayout
 
 MAX_RETRIES = 8
 """How often a request is sent again after its server was lost."""
@@ -127,6 +128,7 @@ class EnginePool:
         eos_token_ids: frozenset[int],
         decode: Decode | None = None,
         experts: RoutedExpertsShape | None = None,
+        indexer: IndexerLayout | None = None,
         mode: PauseMode = "abort",
         throughput: EngineThroughput | None = None,
         log: Callable[[str], None] = lambda sentence: None,
@@ -140,6 +142,7 @@ class EnginePool:
         self.throughput = throughput or EngineThroughput()
         self.num_retries = 0
         self.experts = experts
+        self.indexer = indexer
         self._eos_token_ids = eos_token_ids
         self._decode = decode
         self._affinity: OrderedDict[int, EngineSlot] = OrderedDict()
@@ -163,7 +166,12 @@ class EnginePool:
     ) -> Completion:
         """``generate``, with ``on_tokens`` called with new tokens as they arrive, from whichever server."""
         stitcher = ResponseStitcher(
-            tokens.tolist(), sampling, eos_token_ids=self._eos_token_ids, decode=self._decode, experts=self.experts
+            tokens.tolist(),
+            sampling,
+            eos_token_ids=self._eos_token_ids,
+            decode=self._decode,
+            experts=self.experts,
+            indexer=self.indexer,
         )
         key = hash((tokens.tobytes(), *(placed.image.digest for placed in images)))
         aborts = self._num_aborts

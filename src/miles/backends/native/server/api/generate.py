@@ -23,6 +23,7 @@ from miles.backends.native.server.api.request_types import (
     split_token_prompts,
 )
 from miles.backends.native.server.output_state import LogprobRows, OutputState
+from miles.core.indexer_topk import encode_indexer_topk
 from miles.core.protocols import SpeculationCounts
 from miles.core.routed_experts import encode_for_sglang
 from miles.rollout.serving.body import Count, Int, OneOrMany, RequestBody, Texts, TokenLists, parse_body
@@ -94,7 +95,6 @@ class GenerateBody(EngineRequestFields):
         "custom_logit_processor",
         "return_hidden_states",
         "return_sampling_mask",
-        "return_indexer_topk",
         "background",
         "bootstrap_host",
         "bootstrap_room",
@@ -113,6 +113,7 @@ class GenerateBody(EngineRequestFields):
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
     return_weight_versions: bool = False
+    return_indexer_topk: bool = False
     lora_path: OneOrMany[str | None] | None = None
     session_id: str | None = None
     session_params: OneOrMany[SessionParamsBody | None] | None = None
@@ -155,6 +156,7 @@ def parse_generate(value: Any, new_rid: Callable[[], str]) -> tuple[list[ParsedR
             routed_experts_start_len=body.experts_start,
             return_prompt_token_ids=body.return_prompt_token_ids,
             return_weight_versions=body.return_weight_versions,
+            return_indexer_topk=body.return_indexer_topk,
             session=None if session is None else session.build(),
             lora=adapters[i] or None,
             image_data=images[i],
@@ -239,6 +241,10 @@ def format_meta_info(state: OutputState, tokens_since: int = 0) -> dict[str, Any
     experts = None if state.finish_reason is None else format_routed_experts(state)
     if experts is not None:
         meta["routed_experts"] = experts
+    if request.return_indexer_topk and state.finish_reason is not None:
+        selected = output.indexer_topk()
+        assert selected is not None, "a server that does not record refuses the request"
+        meta["indexer_topk"] = encode_indexer_topk(selected)
     if state.end_time is not None:
         meta["e2e_latency"] = state.end_time - state.start_time
     return meta

@@ -77,7 +77,7 @@ class ParsedRequest:
     ``max_new_tokens`` None is all the context leaves; ``seed`` None is a random one; ``sample_index`` counts the
     completions of one prompt. ``trim_stop``: the text ends before the stop that matched. ``logprob_start_len`` is the
     first prompt token whose log-prob is returned (None: none). ``routed_experts_start_len``: the routed experts of the
-    tokens from that position on are returned.
+    tokens from that position on are returned; with ``return_indexer_topk`` what indexers selected for every token.
 
     ``image_data`` are the raw images of a prompt with one marker for each; with ``image_runs``, of a prompt that has
     their placeholder tokens already. ``images`` are the processed ones among the prompt's tokens. ``lora`` names the
@@ -108,6 +108,7 @@ class ParsedRequest:
     routed_experts_start_len: int | None = None
     return_prompt_token_ids: bool = False
     return_weight_versions: bool = False
+    return_indexer_topk: bool = False
     session: SessionParams | None = None
     image_data: tuple[Any, ...] = ()
     image_runs: tuple[ImageRun, ...] | None = None
