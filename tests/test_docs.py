@@ -45,7 +45,7 @@ OTHERS = {
     "--parts",
     "--cases",
     *("--workloads", "--targets", "--attention", "--hidden", "--layers", "--modes"),
-    *("--seeds", "--at-once", "--also"),
+    *("--seeds", "--at-once", "--also", "--bar", "--rates"),
     *("--kills", "--ray", "--namespaces", "--deterministic", "--keep", "--only"),
     *("--help", "--version", "--all", "--json", "--flags", "--no-NAME", "--rounds", "--threads", "--seconds"),
     *(

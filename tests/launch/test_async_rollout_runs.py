@@ -67,11 +67,6 @@ def test_new_weights_find_trajectories_under_way(inputs: Path, tmp_path: Path, m
     ("line", "sentence"),
     [
         ("--over-sampling-batch-size 2", "--over-sampling-batch-size 2 is below --rollout-batch-size 4, so"),
-        (
-            "--over-sampling-batch-size 6 --max-weight-staleness 1",
-            "--over-sampling-batch-size is for synchronous runs: with --max-weight-staleness 1 late "
-            "trajectories delay nothing",
-        ),
         ("--partial-rollout", "--partial-rollout needs --over-sampling-batch-size;"),
         ("--mask-offpolicy-in-partial-rollout", "--mask-offpolicy-in-partial-rollout masks tokens of older weights"),
         ("--pause-generation-mode retract", "--pause-generation-mode needs --max-weight-staleness 1 or more;"),

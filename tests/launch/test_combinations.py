@@ -55,6 +55,8 @@ FEATURES = {
     "SFT": "--loss-type sft_loss --no-rm-type --n-samples-per-prompt 1",
     "multi-turn tools": "--custom-generate-function-path multi_turn --generate-tools calculator --apply-chat-template",
     "agents": "--custom-agent-function-path mine.py:agent --apply-chat-template",
+    "several policies": '--policies {"actor":{},"other":{}} --custom-cast-function-path solver_verifier '
+    "--apply-chat-template",
     "dynamic sampling": "--dynamic-sampling-filter-path nonzero_std",
     "Muon": "--optimizer muon",
     "8-bit optimizer": "--optimizer-state-dtype int8",

@@ -38,6 +38,7 @@ MORE: dict[str, dict[str, Any]] = {
     "hybrid nemotron h": {},
     "hybrid qwen3 next": {},
     "hybrid qwen3.5 moe": {},
+    "hybrid qwen4": {"indexer_budget": 4, "indexer_compress_ratio": 2},
     "minimax-m2": {},
     "ministral": {"sliding_window": 4},
     "mistral windowed": {"sliding_window": 4},

@@ -81,11 +81,30 @@ def test_asynchronous_and_partial_rollouts_are_replayed(how, inputs, tmp_path):
     assert sum("indexer_mismatch_ratio" in row for row in found) == 3
 
 
+def selections_of(run):
+    """What was recorded for the prompts and responses of the first step, in order, and the tokens."""
+    taken = read_step_rollouts(run / "rollouts" / "step-000001.parquet")
+    trajectories = [t for group in taken.groups for t in group.trajectories]
+    spans = [span for t in trajectories for branch in t.branches for span in branch]
+    return [(span.tokens.tolist(), span.extras[INDEXER_TOPK]) for span in spans]
+
+
+def test_served_engines_replay_the_same_selections_to_the_bit(inputs, tmp_path):
+    how = (REPLAY, "--parity", "exact")
+    for name, engines in (("native", ()), ("served", ("--rollout-backend", "served"))):
+        assert main(argv_of(inputs, tmp_path / name, *how, *engines)) == 0
+    alone, served = selections_of(tmp_path / "native"), selections_of(tmp_path / "served")
+    assert len(alone) == len(served) > 0
+    for (tokens, wanted), (others, found) in zip(alone, served, strict=True):
+        assert tokens == others and found.dtype == wanted.dtype and np.array_equal(found, wanted)
+    assert any((wanted != np.iinfo(wanted.dtype).max).any() for _, wanted in alone)
+    for row in rows(tmp_path / "served"):
+        assert row["parity_mean_abs"] == 0 and row["indexer_mismatch_ratio"] == 0
+
+
 REFUSED = {
-    "--rollout-backend sglang": "because servers do not return what their indexers select",
-    "--rollout-backend served": "because servers do not return what their indexers select",
-    "--rollout-external-engine-addrs 127.0.0.1:1": "or --rollout-external-engine-addrs",
-    "--train-backend megatron": "is not implemented for --train-backend megatron",
+    "--rollout-backend sglang": "does not work with --rollout-backend sglang, whose indexers select in an order",
+    "--rollout-external-engine-addrs 127.0.0.1:1": "needs engines of this run, which record what their indexers",
     "--model-impl transformers": f"{REPLAY} needs the native model",
 }
 

@@ -26,17 +26,20 @@ KINDS = {
     "qwen2": set(OPERATIONS) - EXPERTS,
     "deepseek_v3": set(OPERATIONS) - {"qkv", "rotation"},
 }
+FAMILIES = {"gpt-oss": set(OPERATIONS), "gemma3": set(OPERATIONS) - EXPERTS, "minimax-m2": set(OPERATIONS)}
+"""Families of whose layers some modules are the decoder's."""
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    from tests.backends.megatron import cases
+    from tests.backends.megatron import cases, family_cases
 
     made: dict[str, Path] = {}
 
     def folder_of(kind: str) -> Path:
         if kind not in made:
-            made[kind] = cases.written(tmp_path_factory.mktemp("models") / kind, kind)
+            made[kind] = tmp_path_factory.mktemp("models") / kind
+            (family_cases.write_family if kind in FAMILIES else cases.written)(made[kind], kind)
         return made[kind]
 
     return folder_of
@@ -67,6 +70,13 @@ def test_megatron_agrees_with_every_other_in_every_operation(saved, kind, other)
     assert {gap.place[1] for gap in found.gaps} >= wanted
     layers = {gap.place[0] for gap in found.gaps if gap.place[1] == "residual"}
     assert layers == set(range(found.layers))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_operations_of_the_decoders_modules_are_those_of_the_fsdp_trainer(saved, kind):
+    found = compared(saved(kind), "fsdp", "megatron")
+    assert found.first(5e-5) is None, describe_difference(found, a="fsdp", b="megatron", tolerance=5e-5)
+    assert {gap.place[1] for gap in found.gaps} >= FAMILIES[kind]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from miles.core.types import Group, Prompt, Reward, Status, Trajectory
 from miles.launch.build.policies import split_engine_memory
 from miles.launch.config import Config
 from miles.launch.main import main
+from miles.launch.plan.topology import get_engine_devices
 from miles.launch.policies.config import PolicyConfig, get_main_config, get_policies
+from miles.launch.policies.placement import build_resource_requests, place_policies
 from miles.launch.read_config import read
 from miles.rollout.evaluate import compute_role_scores
 from miles.rollout.filters import nonzero_std
@@ -129,7 +131,15 @@ def test_what_all_policies_break_is_said_once(inputs):
     ("more", "expected"),
     [
         ("--custom-generate-function-path multi_turn", "both generate responses; keep one."),
-        ("--train-backend megatron", "--policies trains each policy in this process"),
+        ("--debug-rollout-only", "--debug-rollout-only samples for one policy, but --policies names several"),
+        (
+            "--use-opd --opd-teacher-urls http://host:1",
+            "--opd-teacher-urls does not work with --policies, each of which has one teacher in its trainer",
+        ),
+        (
+            "--rollout-backend served --rollout-external-engine-addrs 127.0.0.1:9",
+            "a and b both name the server 127.0.0.1:9 with --rollout-external-engine-addrs",
+        ),
         ("--no-apply-chat-template", "Multi-agent generation needs a chat template; add --apply-chat-template."),
         ("--no-custom-cast-function-path", "--policies needs a function that runs them together"),
     ],
@@ -157,6 +167,52 @@ def test_a_plan_shows_the_policies(inputs, capsys):
     assert [(row["name"], row["weights"], row["train_every"]) for row in rows] == [
         *[("solver", "solver", 1), ("verifier", "verifier", 2), ("judge", "solver", 1)]
     ]
+
+
+def test_a_plan_shows_the_ranks_engines_and_devices_of_each_policy(inputs, capsys):
+    table = {
+        "solver": {},
+        "verifier": {"actor_num_gpus_per_node": 2, "tensor_model_parallel_size": 2, "lora_rank": 4},
+        "judge": {"frozen": True},
+    }
+    more = ("--device", "cuda", "--rollout-backend", "served", "--rollout-num-engines", "1")
+    assert main(["plan", *line(inputs, table, *more)]) == 0
+    said = capsys.readouterr().out.split("\npolicies\n")[1].split("\n\n")[0]
+    assert "1 rank of fsdp, in this process, GPU 0" in said
+    assert "2 ranks of fsdp, tensor_model_parallel_size 2, in processes of their own, GPUs 1 to 2" in said
+    assert "no trainer" in said and said.count("1 × miles serve, GPU") == 3
+    assert main(["plan", *line(inputs, table, *more), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["policies"]
+    assert [(row["rank_devices"], row["engine_devices"]) for row in rows] == [([0], [0]), ([1, 2], [1]), ([], [3])]
+
+
+def test_policies_have_devices_beside_each_other(inputs):
+    """Ranks in order, then engines that have devices of their own; without ranks, trainers share the first device."""
+    table = {"a": {}, "b": {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2}}
+    served = ("--rollout-backend", "served", "--rollout-num-gpus", "1")
+    placed = place_policies(get_policies(read("plan", line(inputs, table, *served))[0]))
+    assert {name: (p.ranks, p.engines, p.detached) for name, p in placed.items()} == {
+        "a": (range(0, 1), range(3, 4), False),
+        "b": (range(1, 3), range(4, 8), True),
+    }
+    b = get_policies(read("plan", line(inputs, table, *served))[0])[1].config
+    assert [get_engine_devices(b, i, placed["b"].engine_offset) for i in range(2)] == [range(4, 6), range(6, 8)]
+    del table["b"]["actor_num_gpus_per_node"]
+    placed = place_policies(get_policies(read("plan", line(inputs, table, *served))[0]))
+    assert [(p.ranks.start, p.engines, p.detached) for p in placed.values()] == [
+        *[(0, range(1, 2), False), (0, range(2, 6), False)]
+    ]
+
+
+def test_a_cluster_is_asked_for_the_ranks_and_engines_of_each_policy(inputs):
+    table = {"a": {}, "b": {"actor_num_gpus_per_node": 2, "rollout_num_engines": 2}, "c": {"frozen": True}}
+    config, _, _ = read("plan", line(inputs, table, "--rollout-backend", "served", "--runtime", "ray"))
+    requests = build_resource_requests(config, get_policies(config))
+    assert {name: (r.nodes, r.per_node, r.engines, r.shared, r.total) for name, r in requests.items()} == {
+        "a": (1, 1, 1, True, 1),
+        "b": (1, 2, 2, True, 2),
+        "c": (0, 0, 1, False, 1),
+    }
 
 
 def test_a_recipe_names_policies_in_tables_with_paths_of_its_own(tmp_path):

@@ -229,6 +229,6 @@ def rank_of(driver: int | None) -> int:
                 above = Path(f"/proc/{parent(int(entry.name))}/cmdline").read_bytes()
             except OSError:
                 continue
-            if b"spawn_main" in words and above.startswith(b"ray::_RankSeat"):
+            if b"spawn_main" in words and above.startswith(b"ray::_RankActor"):
                 return int(entry.name)
     raise AssertionError("no rank runs on another node")

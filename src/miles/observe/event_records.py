@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from typing import Any
 
@@ -25,7 +26,7 @@ from miles.core.events import (
     SaveFailed,
     StepFinished,
 )
-from miles.core.types import Array, Batch, Group, Trajectory
+from miles.core.types import Array, Author, Batch, Group, Trajectory, Version
 
 Record = dict[str, Any]
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -155,7 +156,8 @@ def _group(group: Group) -> Record:
 
 def _versions(trajectory: Trajectory) -> list[int]:
     """Return the version numbers that sampled a trajectory, ascending."""
-    return sorted({span.version.number for span in trajectory.spans if span.version is not None})
+    versions = {span.version for branch in trajectory.branches for span in branch if span.version is not None}
+    return sorted({version.number for version in versions})
 
 
 def _batch(batch: Batch) -> Record:
@@ -169,28 +171,39 @@ def _batch(batch: Batch) -> Record:
 
 def group_digest(group: Group) -> str:
     """Return the SHA-256 of all tokens, log-probs, authors and versions of a group, in order."""
-    digest = hashlib.sha256()
+    pieces: list[bytes] = []
     for t in group.trajectories:
         for number, branch in enumerate(t.branches):
             for span in branch:
-                digest.update(f"{t.index}/{number}/{span.author}/{span.version}/".encode())
-                _feed(digest, (span.tokens,) if span.logprobs is None else (span.tokens, span.logprobs))
-    return digest.hexdigest()
+                pieces += (f"{t.index}/{number}/".encode(), _describe_origin(span.author, span.version))
+                pieces += _encode_arrays((span.tokens,) if span.logprobs is None else (span.tokens, span.logprobs))
+    return hashlib.sha256(b"".join(pieces)).hexdigest()
 
 
 def batch_digest(batch: Batch) -> str:
     """Return the SHA-256 of the inputs of a training step: tokens, mask, log-probs, advantages, versions."""
     digest = hashlib.sha256()
     for s in batch.samples:
-        digest.update(f"{s.prompt_id}/{s.trajectory}/{s.policy}/{s.samples_per_trajectory}/".encode())
-        _feed(digest, (s.tokens, s.mask, s.logprobs, s.advantages, s.versions))
+        pieces = [f"{s.prompt_id}/{s.trajectory}/{s.policy}/{s.samples_per_trajectory}/".encode()]
+        pieces += _encode_arrays((s.tokens, s.mask, s.logprobs, s.advantages, s.versions))
+        digest.update(b"".join(pieces))
     return digest.hexdigest()
 
 
-def _feed(digest: hashlib._Hash, arrays: Iterable[Array]) -> None:
+def _encode_arrays(arrays: Iterable[Array]) -> Iterator[bytes]:
+    """Yield what is hashed of arrays: type, shape and values, in the same byte order on every machine."""
     for values in arrays:
-        digest.update(_describe_array(values.dtype, values.shape))
-        digest.update(values.astype(_little_endian(values.dtype), order="C", copy=False).data)
+        yield _describe_array(values.dtype, values.shape)
+        yield (values if _is_little_endian(values) else values.astype(_little_endian(values.dtype))).tobytes()
+
+
+def _is_little_endian(values: Array) -> bool:
+    return sys.byteorder == "little" and values.dtype.isnative
+
+
+@lru_cache(4096)
+def _describe_origin(author: Author, version: Version | None) -> bytes:
+    return f"{author}/{version}/".encode()
 
 
 @cache

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from miles.core.errors import ResumeError
-from miles.core.events import NOT_REPLAYED, Event, RunEnded
+from miles.core.events import NOT_REPLAYED, Event, Progress, PromptAdmitted, RunEnded
 from miles.observe.event_records import Record, encode_line, event_record, metric_record, session_record, timing_record
 
 _NOT_REPLAYED = frozenset(kind.__name__ for kind in NOT_REPLAYED)
@@ -252,6 +252,8 @@ class RunLogs:
         }
 
     def __call__(self, event: Event) -> None:
+        if isinstance(event, PromptAdmitted | Progress):  # live only, and many
+            return
         for log in self._logs.values():
             log(event)
             if isinstance(event, RunEnded) and event.finished and isinstance(log, EventLog):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from miles.core.agents import ROLES
 from miles.core.errors import DataError
@@ -166,15 +167,20 @@ def write_token_stats(folder: Path, taken: BatchTaken, stats: TokenStats) -> Non
     was not trained on."""
     import pyarrow as pa
 
-    by_sample = {id(taken.batch.samples[index]): values for index, values in stats.split().items()}
+    samples = taken.batch.samples
+    by_sample = {id(samples[index]): (samples[index], *values) for index, values in stats.split().items()}
     rows = _list_rows(taken)
-    found = [by_sample.get(id(row.sample), (None, None)) for row in rows]
+    found = [by_sample.get(id(row.sample)) for row in rows]
+    trained = [each for each in found if each is not None]
+    masks = [sample.mask for sample, _, _ in trained]
+    ends = list(accumulate(0 if each is None else len(each[0].tokens) for each in found))
+    is_missing = [each is None for each in found]
     columns: dict[str, Any] = {
         "ticket": [row.ticket for row in rows],
         "trajectory": [row.trajectory.index for row in rows],
         "branch": [row.number for row in rows],
-        "logprobs": _Lists.join([_spread(row.sample, each) for row, (each, _) in zip(rows, found, strict=True)]),
-        "entropies": _Lists.join([_spread(row.sample, each) for row, (_, each) in zip(rows, found, strict=True)]),
+        "logprobs": _Lists(_spread(masks, [each for _, each, _ in trained]), ends, is_missing),
+        "entropies": _Lists(_spread(masks, [each for _, _, each in trained]), ends, is_missing),
     }
     fields = [("ticket", pa.int64()), ("trajectory", pa.int32()), ("branch", pa.int32())]
     fields += [("logprobs", pa.list_(pa.float32())), ("entropies", pa.list_(pa.float32()))]
@@ -194,12 +200,11 @@ def read_token_stats(path: Path) -> dict[tuple[int, int, int], tuple[Floats, Flo
     }
 
 
-def _spread(sample: Sample | None, values: Floats | None) -> Floats | None:
-    """Return the values of the trained tokens among all tokens of the sample, NaN elsewhere."""
-    if sample is None or values is None:
-        return None
-    spread = np.full(len(sample), np.nan, np.float32)
-    spread[sample.mask] = values
+def _spread(masks: Sequence[NDArray[np.bool_]], values: Sequence[Floats]) -> Floats:
+    """Return the values of the trained tokens among all tokens of the samples, NaN elsewhere."""
+    mask = np.concatenate(masks or [np.zeros(0, np.bool_)])
+    spread = np.full(len(mask), np.nan, np.float32)
+    spread[mask] = np.concatenate(values or [np.zeros(0, np.float32)])
     return spread
 
 
@@ -209,7 +214,7 @@ def _write_table(path: Path, table: pa.Table) -> None:
 
     part = path.with_name(f"{path.name}.part")
     with part.open("wb") as file:
-        pq.write_table(table, file, compression="zstd")
+        pq.write_table(table, file, compression="zstd", use_dictionary=False)
         file.flush()
         os.fsync(file.fileno())
     part.rename(path)
@@ -421,6 +426,8 @@ def _list_parts(reward: Reward) -> list[tuple[str, float]]:
 
 def _pack_extras(branch: tuple[Span, ...], excluded_extras: frozenset[str]) -> bytes | None:
     """Pack the extras of a branch's spans; None if there are none."""
+    if not any(span.extras for span in branch):
+        return None
     extras = tuple({name: each for name, each in span.extras.items() if name not in excluded_extras} for span in branch)
     return CODEC.pack("extras", extras) if any(extras) else None
 

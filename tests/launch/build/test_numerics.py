@@ -29,13 +29,26 @@ SOURCE, WIRING = Path(miles.__file__).parent, ("backends", "launch")
 # What is built with numerics that default to FAST, as the wiring calls it.
 BUILDERS = {
     "Decoder": "Decoder",
+    "DecoderTransformerConfig": "DecoderTransformerConfig",
+    "EagleDraft": "EagleDraft",
     "FsdpMesh": "FsdpMesh",
     "HeadOutput": "HeadOutput",
+    "HyperConnection": "HyperConnection",
+    "HyperHead": "HyperHead",
+    "MtpDraft": "MtpDraft",
     "NativeEngine": "NativeEngine",
+    "build_megatron_batch": "build_megatron_batch",
+    "build_meta_draft": "build_meta_draft",
     "build_tp_decoder": "build_tp_decoder",
+    "build_transformer_config": "build_transformer_config",
+    "estimate_rank_activations": "estimate_rank_activations",
+    "init_eagle": "init_eagle",
     "init_random": "hf.init_random",
     "load": "hf.load",
+    "load_eagle": "load_eagle",
+    "load_megatron_model": "load_megatron_model",
     "load_model": "hf.load_model",
+    "load_mtp": "load_mtp",
     "load_reward_model": "load_reward_model",
 }
 EXPECTED = {"fast": FAST, "exact": BATCH_INVARIANT}

@@ -24,6 +24,7 @@ def policy_of(folder: Path, decoder: Decoder) -> Any:
         dtype=torch.float32,
         rollout_dtype=torch.float32,
         rollout_quantization=None,
+        rollout_adapters=None,
         numerics=FAST,
     )
 

@@ -93,7 +93,7 @@ def test_every_published_model_is_told_of_in_a_page(name: str, capsys: pytest.Ca
 def test_a_folder_or_a_config_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "config.json").write_text(json.dumps(load_known_models()["Qwen3-0.6B"]))
     named, folder, file = (
-        plan_model(capsys, model) | {"name": ""}
+        plan_model(capsys, model) | {"name": "", "source": ""}
         for model in ("Qwen3-0.6B", str(tmp_path), str(tmp_path / "config.json"))
     )
     assert named == folder == file

@@ -38,6 +38,9 @@ _SIZES = {
     "laurel_rank": 16,
     "hidden_size_per_layer_input": 32,
     "vocab_size_per_layer_input": _VOCABULARY,
+    "ngram_vocab_size_base": _VOCABULARY,
+    "split_ngram_parts": 8,
+    "ple_embed_dim": 64,
 }
 # Lists with an entry for each layer.
 _PER_LAYER = (

@@ -43,6 +43,7 @@ from miles.rollout.generate.agent import AgentGenerate, AgentSession, find_abort
 from miles.rollout.generate.dispatch import GenerateDispatch
 from miles.rollout.generate.multi_turn import MultiTurn, turn_limits_from_config
 from miles.rollout.generate.single_turn import SingleTurn
+from miles.rollout.group_rollout import InterruptibleEngine
 from miles.rollout.multi_agent.agents import AgentRole, MultiAgentFn, offload_multi_agent
 from miles.rollout.multi_agent.generate import MultiAgentGenerate
 from miles.rollout.prompt_renderer import PromptRenderer
@@ -75,7 +76,8 @@ def _ignore(text: str) -> None:
 class Generation:
     """What training and evaluation need to generate and score responses.
 
-    ``renders_prompts``: every prompt is continued as ``render`` gives it.
+    ``renders_prompts``: every prompt is continued as ``render`` gives it. ``role_engines`` are those that ``generate``
+    has for itself where it runs several policies.
     """
 
     generate: Generate
@@ -90,6 +92,7 @@ class Generation:
     environments: EnvironmentFactory | None = None
     workers: WorkerPool | None = None
     hook_worker: HookWorker = field(default_factory=HookWorker)
+    role_engines: tuple[InterruptibleEngine, ...] = ()
 
     async def close(self) -> None:
         """Stop what was started for it."""
@@ -352,7 +355,12 @@ class MultiAgentGeneration:
     def with_engines(
         self, generation: Generation, engines: Mapping[str, Engine], *, evaluates: bool = False
     ) -> Generation:
-        """Multi-agent generation with these engines, scored by the rewards of ``generation``."""
+        """Multi-agent generation with these engines, scored by the rewards of ``generation``.
+
+        Groups that are trained on can be interrupted.
+        """
+        interruptible = {} if evaluates else {name: InterruptibleEngine(engine) for name, engine in engines.items()}
+        engines = {**engines, **interruptible}
         generate = MultiAgentGenerate(
             offload_multi_agent(generation.hook_worker, self.function),
             [self._build_role(role, engines, evaluates) for role in self.roles],
@@ -361,7 +369,7 @@ class MultiAgentGeneration:
             wall_seconds=self.config.multi_agent.multi_agent_timeout,
             max_failures=self.config.rollout.max_reward_failures,
         )
-        return replace(generation, generate=generate)
+        return replace(generation, generate=generate, role_engines=tuple(interruptible.values()))
 
     async def close(self) -> None:
         """Stop the servers that were started."""

@@ -34,6 +34,7 @@ from miles.launch.plan.layout_memory import (
     estimate_rank_lora_memory,
     estimate_rank_memory,
     get_frozen_vision,
+    get_megatron_flags,
     get_recompute_layers,
     get_recompute_mode,
     packs_reference,
@@ -483,9 +484,10 @@ def _offloads_optimizer(config: Config, plan: Plan, policy: BaseCheckpoint) -> b
         return train.offload_train
     count = 2 if config.algo.advantage_estimator in CRITIC_ESTIMATORS and train.critic_device == "auto" else 1
     dtype, moments = str(policy.dtype).removeprefix("torch."), train.optimizer_state_dtype
+    megatron = get_megatron_flags(config, plan.device)
     lora = build_lora(config.lora, policy.spec)
     if lora is not None:
-        memory = estimate_rank_lora_memory(policy.spec, plan.layout, dtype, lora, moments=moments)
+        memory = estimate_rank_lora_memory(policy.spec, plan.layout, dtype, lora, moments=moments, megatron=megatron)
     else:
         memory = estimate_rank_memory(
             policy.spec,
@@ -494,5 +496,6 @@ def _offloads_optimizer(config: Config, plan: Plan, policy: BaseCheckpoint) -> b
             moments=moments,
             optimizer=train.optimizer,
             frozen_vision=get_frozen_vision(train),
+            megatron=megatron,
         )
     return count * memory.optimizer > policy.platform.free_bytes() // 4

@@ -15,6 +15,7 @@ from torch import Tensor
 from miles.algo.advantages import MultiAgentEstimator, RoleEstimator
 from miles.algo.registry import AlgoHooks
 from miles.backends.native.engine.engine import NativeEngine
+from miles.cluster import platform
 from miles.cluster.executor import Executor, InlineExecutor, ThreadExecutor
 from miles.core.protocols import AdvantageEstimator, Lease, Trainer, WeightSync
 from miles.core.types import Version
@@ -38,18 +39,20 @@ from miles.launch.build.models import (
     read_policy,
 )
 from miles.launch.config import Config
-from miles.launch.distributed.driver import DistributedTrainer, start_distributed_trainer
+from miles.launch.distributed.driver import DistributedTrainer, PolicyRanks, start_distributed_trainer
+from miles.launch.distributed.ray_placement import get_reservation
 from miles.launch.distributed.resilient_trainer import RecoveryState, ResilientTrainer
-from miles.launch.plan.plan import Plan, build_plan
+from miles.launch.plan.plan import Plan, build_plan, scale_batches
 from miles.launch.plan.topology import build_parallel_dims, is_distributed, is_remote, with_ranks
 from miles.launch.policies.config import PolicyConfig, get_policies, is_trained, list_roles
+from miles.launch.policies.placement import PolicyPlacement, place_policies
 from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
 from miles.models.lora.adapters import LoraAdapters
 from miles.rollout.speculation_metrics import SpeculationMeter
 from miles.schedule.device_lease import ColocatedLease, DisjointLease, SleepGroup
 from miles.sync.publish import MultiPolicySync, PolicySync
-from miles.train.multi_policy import MultiPolicyTrainer, PolicyLearner
+from miles.train.multi_policy import FOLDER, MultiPolicyTrainer, PolicyLearner
 from miles.train.policy_trainer import PolicyTrainer
 
 if TYPE_CHECKING:
@@ -61,12 +64,17 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySpec:
-    """A policy with its own weights, before anything large is loaded: its checkpoint, plan and algorithm hooks."""
+    """A policy with its own weights, before anything large is loaded: its checkpoint, plan, hooks and placement.
+
+    A step of it has ``batch_factor`` times the samples that its config says.
+    """
 
     policy: PolicyConfig
     plan: Plan
     checkpoint: PolicyCheckpoint
     algo_hooks: AlgoHooks
+    placement: PolicyPlacement
+    batch_factor: int = 1
 
     @property
     def config(self) -> Config:
@@ -101,11 +109,17 @@ class PublishingTrainer(Trainer, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltTrainer:
-    """A trainer as built: ``local`` is a policy trainer in this process, ``resilient`` one of several ranks."""
+    """A trainer as built: ``local`` is a policy trainer in this process, ``resilient`` one with ranks."""
 
     trainer: PublishingTrainer
     local: PolicyTrainer | None = None
     resilient: ResilientTrainer | None = None
+
+    @property
+    def version(self) -> Version:
+        """The version of its weights."""
+        source = self.local or self.resilient
+        return Version() if source is None else source.version
 
     def adapters(self) -> LoraAdapters | None:
         """The LoRA adapters it trains, if it does."""
@@ -124,9 +138,9 @@ class BuiltTrainer:
 class PolicyStack:
     """What the loop uses: engines by policy name, and one trainer, sync and lease.
 
-    ``servers`` is the main policy's engine where it is remote, ``resilient`` the trainer where it has several ranks,
-    ``local`` the main policy's trainer where it is in this process.
-    ``meter`` counts the drafts of engines that it wraps.
+    ``servers`` is the main policy's engine where it is remote, ``resilient`` its trainer where it has ranks, ``local``
+    where it is in this process. ``with_ranks`` are the trainers of all policies that have ranks. ``get_version``
+    returns the number of a policy's version. ``meter`` counts the drafts of engines that it wraps.
     """
 
     engines: Mapping[str, RolloutEngine]
@@ -139,21 +153,41 @@ class PolicyStack:
     lease: Lease
     executors: tuple[Executor, ...]
     meter: SpeculationMeter = field(default_factory=SpeculationMeter)
+    with_ranks: tuple[ResilientTrainer, ...] = ()
+    get_version: Callable[[str], int] = lambda policy: 0
 
 
 def read_policies(config: Config, plan: Plan | None = None) -> Policies:
     """Read every policy's checkpoint config, tokenizer and hooks; ``plan`` is the main one's where it is known."""
     policies = get_policies(config)
     owners: dict[str, PolicySpec] = {}
+    placements = place_policies(policies)
     for policy in (p for p in policies if p.owns_weights):
-        own_plan = plan if plan is not None and policy is policies[0] else build_plan(policy.config)
+        is_main, placement = policy is policies[0], placements[policy.name]
+        own_plan = plan if plan is not None and is_main else build_plan(policy.config)
+        own_plan = replace(own_plan, policy=None if is_main else policy.name, engine_offset=placement.engine_offset)
+        if plan is not None:
+            own_plan = replace(own_plan, run_dir=plan.run_dir)
+        factor = len(list_roles(policy, policies)) * policy.train_every
         owners[policy.name] = PolicySpec(
             policy=policy,
-            plan=_scale_batches(own_plan, policy, len(list_roles(policy, policies))),
-            checkpoint=read_policy(policy.config, None if plan is None else plan.run_dir),
+            plan=scale_batches(own_plan, policy.config, factor),
+            checkpoint=_place(read_policy(policy.config, None if plan is None else plan.run_dir), placement),
             algo_hooks=load_algo_hooks(policy.config),
+            placement=placement,
+            batch_factor=factor,
         )
     return Policies(all=policies, owners=owners)
+
+
+def _place(checkpoint: PolicyCheckpoint, placement: PolicyPlacement) -> PolicyCheckpoint:
+    """The checkpoint on the policy's own first device, which its embedded engine has too."""
+    device = checkpoint.platform.device
+    first = (placement.ranks or placement.engines).start
+    if device.type == "cpu" or not first or get_reservation() is not None:
+        return checkpoint
+    own = platform.consecutive_devices(device, first + 1)[-1]
+    return replace(checkpoint, platform=replace(checkpoint.platform, device=own))
 
 
 def build_advantages(config: Config, policies: Policies) -> AdvantageEstimator:
@@ -175,16 +209,27 @@ def build_stack(
     owners, main = policies.owners, policies.main.policy.name
     # A remote engine is monitored while a step is trained, so training must not block this thread.
     remote = any(is_remote(owner.config) for owner in owners.values())
-    train_executor: Executor = ThreadExecutor("trainer") if overlap or remote else InlineExecutor()
+    detached = [name for name, owner in owners.items() if owner.placement.detached]
+    train_executor: Executor = ThreadExecutor("trainer") if overlap or remote or detached else InlineExecutor()
+    # Policies with ranks are trained at the same time, and a thread waits for each.
+    rank_executors = {name: ThreadExecutor(f"trainer of {name}") for name in detached}
     executors: dict[str, Executor] = {
         name: ThreadExecutor(f"engine {name}") if overlap else InlineExecutor() for name in owners
     }
     # Ranks that share a model load only their own shard.
-    models = {name: None if is_distributed(o.config) else load_model(o.checkpoint) for name, o in owners.items()}
+    models = {name: None if _has_ranks(o) else load_model(o.checkpoint) for name, o in owners.items()}
     natives, remotes = _build_engines(policies, executors, models, report)
     engines: dict[str, RolloutEngine] = {**natives, **remotes}
     trainers = {
-        name: build_trainer(o, train_executor, models[name], steps=steps, recovery=recovery, report=report)
+        name: build_trainer(
+            o,
+            rank_executors.get(name, train_executor),
+            models[name],
+            steps=steps,
+            recovery=_select_recovery(recovery, policies, o),
+            report=report,
+            total_ranks=sum(len(each.placement.ranks) for each in owners.values() if _has_ranks(each)),
+        )
         for name, o in owners.items()
         if not o.policy.frozen
     }
@@ -208,8 +253,24 @@ def build_stack(
         lease=ColocatedLease(engine=SleepGroup(list(engines.values()) if offloads else ()), trainer=trainer)
         if colocated
         else DisjointLease(),
-        executors=(*executors.values(), train_executor),
+        executors=(*executors.values(), train_executor, *rank_executors.values()),
+        with_ranks=tuple(built.resilient for built in trainers.values() if built.resilient is not None),
+        get_version=lambda policy: trainers[policy].version.number if policy in trainers else 0,
     )
+
+
+def _has_ranks(owner: PolicySpec) -> bool:
+    """Whether an SPMD group trains the policy."""
+    return not owner.policy.frozen and (owner.placement.detached or is_distributed(owner.config))
+
+
+def _select_recovery(recovery: RecoveryState, policies: Policies, owner: PolicySpec) -> RecoveryState:
+    """What one of several policies recovers from."""
+    if len(policies.owners) == 1:
+        return recovery
+    policy, is_main = owner.policy, owner is policies.main
+    subfolder = "" if is_main else f"{FOLDER}/{policy.name}"
+    return replace(recovery, policy=policy.name, every=policy.train_every, subfolder=subfolder)
 
 
 def _combine_policies(
@@ -220,8 +281,9 @@ def _combine_policies(
 ) -> tuple[MultiPolicyTrainer, MultiPolicySync]:
     learners: dict[str, PolicyLearner] = {}
     for name, built in trainers.items():
-        assert built.local is not None, "each of several policies is trained in this process"
-        learners[name] = PolicyLearner(trainer=built.local, every=owners[name].policy.train_every)
+        trainer = built.local or built.resilient
+        assert trainer is not None, "rules refuse other trainers of several policies"
+        learners[name] = PolicyLearner(trainer=trainer, every=owners[name].policy.train_every)
     streams = {
         name: PolicySync(sync=sync, version=_make_version_getter(learners.get(name), name))
         for name, sync in syncs.items()
@@ -268,8 +330,9 @@ def _build_engines(
     natives: dict[str, NativeEngine] = {}
     remotes: dict[str, RemoteEngine] = {}
     count = len(policies.owners) if policies.main.plan.samples else 0
-    for index, (name, owner) in enumerate(list(policies.owners.items())[:count]):
-        config = split_engine_memory(owner.policy, index, count)
+    for name, owner in list(policies.owners.items())[:count]:
+        beside = _list_engines_beside(policies, owner)
+        config = split_engine_memory(owner.policy, beside.index(name), len(beside))
         if is_remote(config):
             from miles.launch.build.servers import build_remote_engine
 
@@ -279,6 +342,13 @@ def _build_engines(
             label = "engine 0" if count == 1 else f"engine of {name}"
             natives[name] = build_native_engine(config, owner.checkpoint, executors[name], models[name], name=label)
     return natives, remotes
+
+
+def _list_engines_beside(policies: Policies, owner: PolicySpec) -> list[str]:
+    """The policies whose engines have a device of the owner's engines, the owner among them."""
+    devices = set(owner.placement.engines)
+    owners = policies.owners.items()
+    return [name for name, other in owners if other is owner or devices & set(other.placement.engines)]
 
 
 def _build_sync(
@@ -322,19 +392,21 @@ def build_trainer(
     steps: int,
     recovery: RecoveryState,
     report: Report,
+    total_ranks: int = 0,
 ) -> BuiltTrainer:
     """The trainer of a policy: in this process with ``model`` as the actor, or an SPMD group without one."""
     config, plan, checkpoint = owner.config, owner.plan, owner.checkpoint
     steps = max(1, steps // owner.policy.train_every)
     if model is None:
         resilient = ResilientTrainer(
-            partial(_start_ranks, owner, executor, steps),
+            partial(_start_ranks, owner, executor, steps, total_ranks),
             config.cluster.actor_num_gpus_per_node,
             executor,
             max_restarts=config.fault_tolerance.trainer_max_restarts,
             slow_factor=config.fault_tolerance.slow_rank_factor,
             recovery=recovery,
             report=report,
+            version=Version(owner.policy.name),
         )
         return BuiltTrainer(trainer=resilient, resilient=resilient)
     if config.observe.debug_rollout_only:
@@ -358,18 +430,18 @@ def build_trainer(
     return BuiltTrainer(trainer=local, local=local)
 
 
-def _start_ranks(owner: PolicySpec, executor: Executor, steps: int, ranks: int) -> DistributedTrainer:
+def _start_ranks(owner: PolicySpec, executor: Executor, steps: int, total_ranks: int, ranks: int) -> DistributedTrainer:
     config = with_ranks(owner.config, ranks)
     plan = replace(owner.plan, layout=build_parallel_dims(config))
-    return start_distributed_trainer(config, plan, owner.checkpoint, executor, steps=steps, algo_hooks=owner.algo_hooks)
-
-
-def _scale_batches(plan: Plan, policy: PolicyConfig, roles: int) -> Plan:
-    """The plan of a policy whose steps have the samples of several roles, or of several steps of the run."""
-    times = roles * policy.train_every
-    if policy.config.train.global_batch_size is not None:
-        return replace(plan, num_steps_per_rollout=plan.num_steps_per_rollout * times)
-    return replace(plan, global_batch_size=plan.global_batch_size * times)
+    own = PolicyRanks(
+        policy=owner.policy.name,
+        batch_factor=owner.batch_factor,
+        detached=owner.placement.detached,
+        total_ranks=total_ranks if owner.plan.policy is not None or total_ranks > ranks else 0,
+    )
+    return start_distributed_trainer(
+        config, plan, owner.checkpoint, executor, steps=steps, algo_hooks=owner.algo_hooks, ranks=own
+    )
 
 
 def _describe_policy(policy: PolicyConfig, owner: PolicySpec) -> str:

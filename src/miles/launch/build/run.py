@@ -18,13 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from miles.algo.advantages import train_newest_version_only
+from miles.algo.advantages import limit_staleness, train_newest_version_only
 from miles.algo.config import OFFLINE_LOSSES
 from miles.backends.native.engine.engine import NativeEngine
 from miles.cluster.executor import Executor
 from miles.core.errors import UsageError
 from miles.core.protocols import AdvantageEstimator, Filter, Journal, Rollout, Source, Trainer, WeightSync
-from miles.core.types import Group, Version
+from miles.core.types import Group, Sample, Version
 from miles.hooks import registry
 from miles.hooks.compat.adapters import mark_evaluation
 from miles.hooks.compat.types import UpstreamServices
@@ -36,6 +36,7 @@ from miles.launch.build.generation import Generation, MultiAgentGeneration, buil
 from miles.launch.build.hooks import load_hook, names_user_function
 from miles.launch.build.models import PolicyCheckpoint
 from miles.launch.build.policies import (
+    Policies,
     PolicySpec,
     PolicyStack,
     Report,
@@ -55,7 +56,7 @@ from miles.launch.build.prompts import (
 )
 from miles.launch.build.rewards import build_offloaded_rewards, name_reward
 from miles.launch.build.step_rates import StepRates, build_step_rates
-from miles.launch.build.teachers import WithTeachers, build_teachers
+from miles.launch.build.teachers import WithTeachers, build_teachers, check_tokenizers
 from miles.launch.build.user_hooks import UserHooks, load_eval_function, load_user_hooks, wrap_rollout
 from miles.launch.config import Config
 from miles.launch.distributed.resilient_trainer import RecoveryState, ResilientTrainer
@@ -96,13 +97,13 @@ class TrainingRun:
     multi_agent: MultiAgentGeneration | None
     engines: tuple[RolloutEngine, ...]
     servers: RemoteEngine | None
-    resilient: ResilientTrainer | None
+    with_ranks: tuple[ResilientTrainer, ...]
     executors: tuple[Executor, ...]
     between_steps: BetweenSteps | None
 
     async def run(self) -> None:
         """Run the loop to its end; ranks of the trainer that are lost meanwhile are restarted, or end it too."""
-        background = [] if self.resilient is None else [self.resilient.watch_ranks()]
+        background = [trainer.watch_ranks() for trainer in self.with_ranks]
         if self.between_steps is not None:
             background.append(self.between_steps.serve())
         if not background:
@@ -125,8 +126,8 @@ class TrainingRun:
         await self.generation.close()
         for engine in self.engines:
             await engine.close()
-        if self.resilient is not None:
-            self.resilient.close()
+        for trainer in self.with_ranks:
+            trainer.close()
         for executor in self.executors:
             executor.close()
 
@@ -149,7 +150,7 @@ async def build_run(
     estimator = hooks.wrap_estimator(mask_stale_tokens(config, advantages))
     recorded = open_recorded_rollouts(config, plan, policy.tokenizer, first=start[1].step + 1 if start else 1)
     parts = () if recorded else read_training_data(main.config, policy, generation)
-    add_teachers = await _build_teachers(main, plan, parts, generation)
+    add_teachers = await _build_teachers(policies, plan, parts, generation)
     source = recorded or build_prompt_source(main.config, parts)
     recovery, steps = _build_recovery(main, plan, checkpoints, estimator), _count_steps(config, len(source))
     report(f"{'Recorded groups are' if recorded else f'{len(source):,} prompts are'} read; loading {policy.folder}")
@@ -187,15 +188,18 @@ async def build_run(
         multi_agent=multi_agent,
         engines=tuple(stack.engines.values()),
         servers=stack.servers,
-        resilient=stack.resilient,
+        with_ranks=stack.with_ranks,
         executors=stack.executors,
         between_steps=between_steps,
     )
 
 
 async def _build_teachers(
-    main: PolicySpec, plan: Plan, parts: Sequence[MixturePart], generation: Generation
+    policies: Policies, plan: Plan, parts: Sequence[MixturePart], generation: Generation
 ) -> WithTeachers:
+    for owner in policies.owners.values():
+        check_tokenizers(owner.config, owner.plan.teachers, owner.checkpoint.tokenizer)
+    main = policies.main
     policy, render = main.checkpoint, generation.render
     return await build_teachers(main.config, plan, parts, tokenizer=policy.tokenizer, spec=policy.spec, render=render)
 
@@ -206,7 +210,8 @@ def _build_recovery(
     load_image = get_image_loader(main.checkpoint.tokenizer)
     saved = main.config.observe.save_rollouts
     rollouts = RolloutRecording(str(plan.run_dir), load_image=load_image) if saved else None
-    return RecoveryState(checkpoints=checkpoints, rollouts=rollouts, estimator=estimator)
+    bound = get_mask_bound(main.config)
+    return RecoveryState(checkpoints=checkpoints, rollouts=rollouts, estimator=estimator, max_staleness=bound)
 
 
 def _connect_agents(
@@ -255,6 +260,7 @@ def _build_planes(
         interruptible=rollout if isinstance(rollout, GroupRollout) and count_extra_groups(config) else None,
         take_engine_metrics=stack.meter.take_metrics,
         measure_rates=rates,
+        limit_staleness=_build_staleness_limit(config, stack),
     )
     # Where planes take turns, nothing else goes on meanwhile, and the order of events must not depend on a hook's time.
     free = worker if config.schedule.max_weight_staleness > 0 else None
@@ -263,6 +269,20 @@ def _build_planes(
     weights, run = stack.trainer.weights, stack.executors[0]
     call = HookCaller(free, config.schedule.stall_timeout)
     return hooks.wrap_planes(planes, evaluator=evaluator, weights=weights, run=run, call=call, recorded=recorded)
+
+
+def _build_staleness_limit(config: Config, stack: PolicyStack) -> Callable[[Sequence[Sample]], Sequence[Sample]] | None:
+    bound = get_mask_bound(config)
+    return None if bound is None else lambda samples: limit_staleness(samples, stack.get_version, bound)
+
+
+def get_mask_bound(config: Config) -> int | None:
+    """The staleness beyond which tokens are not trained on: where partial rollout keeps late groups; else None.
+
+    Without staleness, late groups are resumed in the next step, and all of their tokens are trained on.
+    """
+    bound = config.schedule.max_weight_staleness
+    return bound if bound and config.async_rollout.partial_rollout and count_extra_groups(config) else None
 
 
 def _measure_with_correct(groups: tuple[Group, ...], version: Version) -> Mapping[str, float]:
@@ -371,13 +391,19 @@ def _build_rollout(
         reward_name=generation.reward_name,
         reward_seconds=r.reward_timeout,
         max_reward_failures=r.max_reward_failures,
-        abort=base.abort,
+        abort=partial(_abort_all, tuple(stack.engines.values())),
+        role_engines=generation.role_engines,
         limiter=_build_concurrency_limiter(config, base),
         retry_aborted=mode == "abort",
         allow_duplicates=r.allow_duplicate_samples,
         report=report,
     )
     return wrap_rollout(config, default, engine, generation.hook_worker, services)
+
+
+async def _abort_all(engines: Sequence[RolloutEngine]) -> None:
+    for engine in engines:
+        await engine.abort()
 
 
 def build_evaluator(

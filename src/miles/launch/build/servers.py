@@ -7,6 +7,7 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -43,9 +44,13 @@ from miles.launch.plan.plan import Plan
 from miles.launch.plan.topology import count_engines, get_engine_devices
 from miles.launch.runtime.run_directory import append_log_line
 from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.indexer_layout import build_indexer_layout
 from miles.models.lora.adapters import LoraAdapters
 from miles.models.lora.targets import EXPERTS, LoraSpec
 from miles.models.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    from miles.cluster.ray.placement_group import ClusterReservation
 
 API_KEY = "MILES_API_KEY"
 _SERVE_SECTIONS = ("models", "media", "native")
@@ -75,11 +80,19 @@ def build_remote_engine(
         eos_token_ids=frozenset(policy.spec.eos_token_ids) | frozenset([] if eos_token_id is None else [eos_token_id]),
         decode=lambda tokens: policy.tokenizer.decode(list(tokens)),
         experts=_build_routed_experts_shape(policy.spec) if returns_routed_experts(config) else None,
+        indexer=build_indexer_layout(policy.spec) if config.algo.use_rollout_indexer_replay else None,
         mode=config.async_rollout.pause_generation_mode,
         throughput=EngineThroughput(config.fault_tolerance.slow_rank_factor, log=(log, report)),
         log=log,
     )
-    launchers = ServerLaunchers(config, plan, policy, routed_experts=pool.experts is not None, report=report)
+    launchers = ServerLaunchers(
+        config,
+        plan,
+        policy,
+        routed_experts=pool.experts is not None,
+        indexer_topk=pool.indexer is not None,
+        report=report,
+    )
     if addresses:
         servers = [launchers.external(server, address) for server, address in zip(names, addresses, strict=True)]
     else:
@@ -133,14 +146,20 @@ def _build_transport(
         case "delta":
             return DeltaTransport()
         case "disk":
-            return DiskTransport(plan.run_dir / "weights", prepare_server_checkpoint(config, plan, policy))
+            return DiskTransport(_get_weights_folder(plan), prepare_server_checkpoint(config, plan, policy))
         case "distributed":
-            cluster = get_reservation()
+            cluster = get_reservation(plan.policy)
             if cluster is None:
                 return DistributedTransport(policy.platform, s.update_weight_timeout)
             return DistributedTransport(policy.platform, s.update_weight_timeout, address=cluster.address)
         case "auto":
             return IpcTransport(HttpTransport(), log)
+
+
+def _get_weights_folder(plan: Plan) -> Path:
+    """Where weights for servers are written; each of several policies has a folder of its own."""
+    folder = plan.run_dir / "weights"
+    return folder if plan.policy is None else folder / plan.policy
 
 
 def _can_send_adapters(config: Config, policy: PolicyCheckpoint) -> bool:
@@ -207,6 +226,7 @@ class ServerLaunchers:
         policy: PolicyCheckpoint,
         *,
         routed_experts: bool,
+        indexer_topk: bool,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._config = config
@@ -214,6 +234,7 @@ class ServerLaunchers:
         self._policy = policy
         self._report = report
         self._routed_experts = routed_experts
+        self._indexer_topk = indexer_topk
         self._token = secrets.token_hex(16)
 
     def external(self, name: str, address: str, *, seconds: float | None = None) -> ServerHost:
@@ -229,10 +250,10 @@ class ServerLaunchers:
         ``index`` selects its GPUs: 0 has the first ones after the trainer's, -1 the last ones of the trainer, which
         the trainer must have released.
         """
-        s, cluster = self._config.sglang, get_reservation()
+        s, cluster = self._config.sglang, get_reservation(self._plan.policy)
         log = self._plan.run_dir / "logs" / f"{name.replace(' ', '-')}.log"
         folder = prepare_server_checkpoint(self._config, self._plan, self._policy, self._report)
-        command = _build_server_command(self._config, self._policy, folder, index, self._token)
+        command = _build_server_command(self._config, self._policy, folder, self.get_gpus(index), self._token, cluster)
         connect = self._connect(name, self._token if s.rollout_backend == "served" or cluster is not None else None)
         if cluster is None:
             return LocalServer(name, command, log, connect, seconds=s.rollout_start_timeout)
@@ -242,14 +263,20 @@ class ServerLaunchers:
 
     def get_gpus(self, index: int) -> range:
         """The GPUs of the server with that index."""
-        return get_engine_devices(self._config, index)
+        return get_engine_devices(self._config, index, self._plan.engine_offset)
 
     def _connect(self, name: str, token: str | None) -> Callable[[str], SglangClient]:
         vocab_size, routed_experts = self._policy.spec.vocab_size, self._routed_experts
         tokenizer = self._policy.tokenizer
         media = tokenizer.media if isinstance(tokenizer, ImageTokenizer) else None
         return lambda url: SglangClient(
-            url, name, token=token, vocab_size=vocab_size, routed_experts=routed_experts, media=media
+            url,
+            name,
+            token=token,
+            vocab_size=vocab_size,
+            routed_experts=routed_experts,
+            indexer_topk=self._indexer_topk,
+            media=media,
         )
 
 
@@ -259,12 +286,17 @@ def normalize_url(address: str) -> str:
 
 
 def _build_server_command(
-    config: Config, policy: PolicyCheckpoint, folder: Path, index: int, token: str
+    config: Config,
+    policy: PolicyCheckpoint,
+    folder: Path,
+    gpus: range,
+    token: str,
+    cluster: ClusterReservation | None,
 ) -> ServerCommand:
     ranks, device = config.cluster.rollout_num_gpus_per_engine, policy.platform.device.type
-    dtype, cluster = str(policy.rollout_dtype).removeprefix("torch."), get_reservation()
+    dtype = str(policy.rollout_dtype).removeprefix("torch.")
     # On a cluster the node assigns GPUs; the server is reachable from other nodes there, so it needs a key.
-    visible = _set_visible_gpus(config, index) if device != "cpu" and cluster is None else {}
+    visible = _set_visible_gpus(gpus) if device != "cpu" and cluster is None else {}
     threads = config.cluster.num_threads
     if config.sglang.rollout_backend == "sglang":
         argv = sglang_flags.build_command(
@@ -329,6 +361,8 @@ def _build_serve_flags(config: Config, policy: PolicyCheckpoint) -> list[str]:
         else:
             values = value if isinstance(value, tuple) else () if value is True else (value,)
             words += [option.flag, *map(str, values)]
+    if config.algo.use_rollout_indexer_replay and not config.native.engine_return_indexer_topk:
+        words.append("--engine-return-indexer-topk")
     head = config.train.draft_load
     if config.native.speculative_algorithm == "eagle3" and config.native.speculative_draft_model_path is None and head:
         words += ["--speculative-draft-model-path", str(Path(head).resolve())]  # a trained one may differ in its sizes
@@ -345,14 +379,14 @@ def _build_version_flags(config: Config, policy: PolicyCheckpoint) -> list[str]:
     return [*words, "--lora-target-modules", *modules]
 
 
-def _set_visible_gpus(config: Config, index: int) -> dict[str, str]:
-    gpus, known = get_engine_devices(config, index), os.environ.get("CUDA_VISIBLE_DEVICES")
+def _set_visible_gpus(gpus: range) -> dict[str, str]:
+    known = os.environ.get("CUDA_VISIBLE_DEVICES")
     if known is None:
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
     visible = known.split(",")
     if gpus.stop > len(visible):
         raise UsageError(
-            f"engine {index} needs GPUs {gpus[0]} to {gpus[-1]}, but CUDA_VISIBLE_DEVICES has {len(visible)}; lower "
+            f"an engine needs GPUs {gpus[0]} to {gpus[-1]}, but CUDA_VISIBLE_DEVICES has {len(visible)}; lower "
             "--rollout-num-gpus."
         )
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible[gpus.start : gpus.stop])}

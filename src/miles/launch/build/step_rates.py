@@ -118,13 +118,14 @@ def count_workload(groups: Sequence[Group], *, shared: float = 0.0) -> StepWorkl
         prompt = 0
         sampled: list[int] = []
         for branch in (branch for trajectory in group.trajectories for branch in trajectory.branches):
-            counts = Counter[Author]()
+            counts = dict.fromkeys(Author, 0)
             for span in branch:
-                counts[span.author] += len(span)
-            prompt = max(prompt, counts[Author.PROMPT])
-            sampled.append(counts[Author.POLICY])
-            inserted += counts[Author.ENV]
-            sequences.append(counts.total())
+                counts[span.author] += len(span.tokens)
+            from_prompt, from_policy, from_env = counts.values()
+            prompt = max(prompt, from_prompt)
+            sampled.append(from_policy)
+            inserted += from_env
+            sequences.append(from_prompt + from_policy + from_env)
         prompts.append(prompt)
         responses.append(tuple(sampled))
     return StepWorkload(

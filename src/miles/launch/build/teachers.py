@@ -46,8 +46,7 @@ async def build_teachers(
     spec: DecoderSpec,
     render: Callable[[Prompt], Tokens],
 ) -> WithTeachers:
-    """Check every teacher, and return the function that adds served teachers to the rollout."""
-    _check_tokenizers(config, plan.teachers, tokenizer)
+    """Check every prompt and served teacher, and return the function that adds served teachers to the rollout."""
     names = tuple(plan.teachers or plan.teacher_urls)
     several = bool(config.train.opd_teachers) or bool(set(plan.teacher_urls) - {"default"})
     if several:
@@ -91,7 +90,7 @@ def _select_first(prompt: Prompt) -> int:
     return 0
 
 
-def _check_tokenizers(config: Config, teachers: Mapping[str, Path], tokenizer: HfTokenizer) -> None:
+def check_tokenizers(config: Config, teachers: Mapping[str, Path], tokenizer: HfTokenizer) -> None:
     """Raise where a teacher in the trainer has another tokenizer than the policy."""
     ours = tokenizer.vocabulary()
     for folder in teachers.values():

@@ -33,6 +33,7 @@ from miles.models.capabilities import check_batch_invariance
 from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.config import ModelConfig
 from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.indexer_layout import build_indexer_layout
 from miles.models.lora.layout import adapter_spec
 
 if TYPE_CHECKING:
@@ -326,6 +327,7 @@ async def build_server(config: ServeRoot, key: str | None, run: Executor) -> tup
         devices=devices,
         draft=load_engine_draft(config.native, folder, model.spec, device=device, dtype=dtype, numerics=numerics),
         lora=None if lora_serving is None else lora_serving.shape,
+        return_indexer_topk=config.native.engine_return_indexer_topk,
     )
     load_adapters(engine, lora_serving)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -349,6 +351,11 @@ def _prepare_spec(config: ServeRoot, spec: DecoderSpec, lora: LoraSpec | None, n
     """The spec with the quantization and the adapter to serve; refuses what cannot be sharded."""
     from miles.models.parallel.tp_sharding import compute_tp_shards, shard_spec
 
+    if config.native.engine_return_indexer_topk and build_indexer_layout(spec) is None:
+        raise UsageError(
+            "--engine-return-indexer-topk is for sparse-attention models with an indexer, which "
+            f"{config.models.hf_checkpoint} is not; remove it."
+        )
     spec = replace(
         spec,
         quantization=config.models.rollout_quantization(num_ranks),

@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from miles.algo.advantages import limit_staleness
 from miles.cluster.executor import Executor
 from miles.cluster.straggler import StragglerDetector
 from miles.core import markers
 from miles.core.errors import MilesError, TrainerError
 from miles.core.protocols import AdvantageEstimator
-from miles.core.types import Batch, StepReport, Version
+from miles.core.types import Batch, Sample, StepReport, Version
 from miles.launch.distributed.driver import DistributedTrainer
 from miles.models.lora.adapters import LoraAdapters
 from miles.rollout.offline.replay_source import RolloutRecording
@@ -40,21 +41,54 @@ _POLL_INTERVAL = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryState:
-    """What a trainer recovers from. Without ``rollouts`` a run can only resume as a new process."""
+    """What a trainer recovers from. Without ``rollouts`` a run can only resume as a new process.
+
+    A ``policy`` of several is trained at every ``every``-th step of the run, on its samples of these steps, and its
+    part of a checkpoint is in ``subfolder``. With ``max_staleness``, tokens staler than that were not trained on.
+    """
 
     checkpoints: CheckpointDirectory
     rollouts: RolloutRecording | None
     estimator: AdvantageEstimator
+    policy: str | None = None
+    every: int = 1
+    subfolder: str = ""
+    max_staleness: int | None = None
 
-    def read_batch(self, step: int) -> Batch:
-        """The batch of ``step``, without probe samples."""
+    def read_batch(self, step: int, version: int) -> Batch:
+        """The batch of ``step``, which trained the weights of ``version``; without probe samples."""
         assert self.rollouts is not None
-        groups = self.rollouts.read(step).groups
-        samples = tuple(sample for group in groups for sample in self.estimator(group))
-        return Batch(step=step, samples=samples, num_groups=len(groups))
+        samples: list[Sample] = []
+        count = 0
+        for number in self._list_rollouts(step):
+            groups = self.rollouts.read(number).groups
+            samples += [s for g in groups for s in self.estimator(g) if self.policy in (None, s.policy)]
+            count += len(groups)
+        if self.max_staleness is not None:
+            samples = limit_staleness(samples, lambda _: version, self.max_staleness)
+        return Batch(step=step, samples=tuple(samples), num_groups=count)
+
+    @property
+    def whose(self) -> str:
+        """Whose ranks are restarted, for a message."""
+        return f"policy {self.policy}'s" if self.subfolder else "the trainer's"
+
+    def list_steps(self, after: int, last: int) -> list[int]:
+        """The steps in which the policy was trained, ``after`` one up to the ``last``."""
+        return [step for step in range(after + 1, last + 1) if step % self.every == 0]
 
     def has_rollouts(self, step: int) -> bool:
-        return self.rollouts is not None and self.rollouts.path(step).is_file()
+        """Whether the batch of ``step`` can be read."""
+        rollouts = self.rollouts
+        return rollouts is not None and all(rollouts.path(n).is_file() for n in self._list_rollouts(step))
+
+    def find_checkpoint(self) -> tuple[Path, int] | None:
+        """The policy's part of the newest checkpoint, and its step."""
+        newest = self.checkpoints.latest()
+        return None if newest is None else (newest[0] / self.subfolder, newest[1].step)
+
+    def _list_rollouts(self, step: int) -> range:
+        return range(step - self.every + 1, step + 1)
 
 
 class ResilientTrainer:
@@ -74,6 +108,7 @@ class ResilientTrainer:
         slow_factor: float,
         recovery: RecoveryState,
         report: Callable[[str], None],
+        version: Version | None = None,
     ) -> None:
         self._start = start
         self._ranks = ranks
@@ -87,7 +122,7 @@ class ResilientTrainer:
         self._loaded_folder: Path | None = None
         self._steps_before: int | None = None
         self._last_batch: Batch | None = None
-        self._version: Version | None = None
+        self._version = version or Version()
         self._asleep = False
         self._restarted_at = -1
         self._num_restarts = 0
@@ -108,6 +143,11 @@ class ResilientTrainer:
 
     async def wake(self) -> None:
         await self._run(lambda: self._run_command("wake"))
+
+    @property
+    def version(self) -> Version:
+        """The version of the weights."""
+        return self._version
 
     def weights(self) -> Mapping[str, Tensor]:
         """All weights, gathered into new tensors that the caller may keep."""
@@ -206,6 +246,7 @@ class ResilientTrainer:
     def _record(self, command: str, content: Any, result: Any) -> None:
         if command == "load":
             self._loaded_folder = content
+            self._version = result
         elif command == "step":
             if self._steps_before is None:
                 self._steps_before = content.step - 1
@@ -244,12 +285,13 @@ class ResilientTrainer:
         """The checkpoint to restart from, None for the initial weights, and its step."""
         if not self._trainer.group.rank_died:
             raise error
-        newest = self._recovery.checkpoints.latest()
+        newest = self._recovery.find_checkpoint()
         if newest is None:
             folder, step = self._loaded_folder, self._steps_before or 0
         else:
-            folder, step = newest[0], newest[1].step
-        missing = [number for number in range(step + 1, self._last_step) if not self._recovery.has_rollouts(number)]
+            folder, step = newest
+        earlier = self._recovery.list_steps(step, self._last_step - 1)
+        missing = [number for number in earlier if not self._recovery.has_rollouts(number)]
         if missing:
             raise TrainerError(
                 f"{error}; its ranks were not restarted within the run, because the rollouts of step {missing[0]} were "
@@ -270,21 +312,25 @@ class ResilientTrainer:
             raise TrainerError(f"{error}{tries} (--trainer-max-restarts)") from error
 
     def _describe_restart(self, folder: Path | None, step: int) -> str:
-        steps = range(step + 1, self._last_step + 1)
+        steps = self._recovery.list_steps(step, self._last_step)
         again = f", and steps {steps[0]} to {steps[-1]} are trained again on their rollouts" if steps else ""
         if len(steps) == 1:
             again = f", and step {steps[0]} is trained again on its rollouts"
-        start = "the initial weights" if folder is None else folder.name
+        start = "the initial weights" if folder is None else self._name_checkpoint(folder)
         count = f"restart {self._num_restarts} of at most {self._max_restarts}"
-        return f"{self._trainer.group.cause}; the trainer's ranks are restarted from {start}{again} ({count})."
+        return f"{self._trainer.group.cause}; {self._recovery.whose} ranks are restarted from {start}{again} ({count})."
+
+    def _name_checkpoint(self, folder: Path) -> str:
+        depth = len(Path(self._recovery.subfolder).parts)
+        return "/".join(folder.parts[-1 - depth :])
 
     def _catch_up(self, folder: Path | None, step: int) -> None:
-        if folder is not None:
-            self._trainer.run_all("load", folder)
+        current = 0 if folder is None else self._trainer.run_all("load", folder).number
         version = None
-        for number in range(step + 1, self._last_step + 1):
+        for number in self._recovery.list_steps(step, self._last_step):
             last = self._last_batch if self._last_batch is not None and self._last_batch.step == number else None
-            version = self._trainer.run_all("step", last or self._recovery.read_batch(number)).version
+            version = self._trainer.run_all("step", last or self._recovery.read_batch(number, current)).version
+            current = version.number
         if version is not None and version != self._version:
             raise MilesError(f"the restarted trainer has version {version.number}, not {self._version}")
 

@@ -28,7 +28,14 @@ def build_between_steps(
 ) -> tuple[BetweenSteps, Planes]:
     """For the servers of a policy; also the planes that the loop must use then."""
     config, plan, checkpoint = owner.config, owner.plan, owner.checkpoint
-    launchers = ServerLaunchers(config, plan, checkpoint, routed_experts=servers.pool.experts is not None)
+    pool = servers.pool
+    launchers = ServerLaunchers(
+        config,
+        plan,
+        checkpoint,
+        routed_experts=pool.experts is not None,
+        indexer_topk=pool.indexer is not None,
+    )
     external = bool(config.sglang.rollout_external_engine_addrs)
     registry = EngineRegistry(servers, launchers, planes.journal, external=external)
     locked_reason, elastic = "", None

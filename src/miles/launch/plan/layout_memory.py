@@ -1,15 +1,27 @@
 """Memory of one trainer rank, from the model's spec and the parallel dims."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from math import prod
 
-from miles.cluster.parallel_dims import ParallelDims
+from miles.backends.megatron.rank_memory import (
+    HeldModel,
+    MegatronMemoryFlags,
+    RankBytes,
+    compute_fullest_rank_bytes,
+    list_stage_params,
+    parse_memory_flags,
+)
+from miles.cluster.parallel_dims import ParallelDims, splits_scans
+from miles.kernels.numerics import FAST, Numerics
 from miles.launch.config import Config
 from miles.launch.plan.lora import packs_base
 from miles.launch.plan.topology import is_distributed
-from miles.models.accounting.activations import RecomputeMode, activation_bytes
+from miles.models.accounting.activations import ContextScan, RecomputeMode, activation_bytes
 from miles.models.accounting.params import (
     BYTES,
+    RankParam,
     ShardingDegrees,
     list_rank_params,
     moment_bytes,
@@ -61,15 +73,60 @@ def estimate_rank_memory(
     moments: str = "float32",
     optimizer: str = "adam",
     frozen_vision: FrozenVision = TRAINED_VISION,
+    megatron: MegatronMemoryFlags | None = None,
 ) -> RankMemory:
-    """Memory of a model trained in ``dtype``, ``frozen_vision`` parts excepted."""
-    spec, degrees = get_pipeline_stage(spec, layout), get_sharding_degrees(layout)
+    """Memory of a model trained in ``dtype`` by FSDP, ``frozen_vision`` parts excepted, or by ``megatron``."""
+    if megatron is not None:
+        held = HeldModel(dtype=dtype, moments=moments, optimizer=optimizer)
+        return _build_megatron_memory(compute_fullest_rank_bytes(spec, layout, megatron, held))
+    degrees = get_sharding_degrees(layout)
     return RankMemory(
         weights=rank_bytes(spec, degrees, dtype),
         gradients=rank_gradient_bytes(spec, degrees, frozen_vision),
         optimizer=rank_optimizer_bytes(
             spec, degrees, dtype, moments=moments, optimizer=optimizer, frozen_vision=frozen_vision
         ),
+        gathered=unsharded_bytes(spec, degrees, dtype),
+    )
+
+
+def get_megatron_flags(config: Config, device: str) -> MegatronMemoryFlags | None:
+    """Megatron's flags that decide what a rank holds; None with another backend."""
+    if config.train.train_backend != "megatron":
+        return None
+    # Transformer Engine is used on GPUs, where it is installed; not under adapters.
+    has_engine = device != "cpu" and not config.lora.is_enabled and find_spec("transformer_engine") is not None
+    whole = has_engine or config.models.numerics.batch_invariant
+    return parse_memory_flags(config.megatron.megatron_flags, sharded_latents=not whole)
+
+
+def _build_megatron_memory(held: RankBytes) -> RankMemory:
+    return RankMemory(weights=held.weights, gradients=held.gradients, optimizer=held.optimizer, gathered=0)
+
+
+def estimate_rank_critic_memory(
+    spec: DecoderSpec,
+    layout: ParallelDims,
+    dtype: str,
+    *,
+    moments: str = "float32",
+    optimizer: str = "adam",
+    frozen_vision: FrozenVision = TRAINED_VISION,
+    megatron: MegatronMemoryFlags | None = None,
+) -> RankMemory:
+    """Memory of a critic: a float32 head on a decoder whose own head, unless it is the embedding, is not trained."""
+    head = (spec.hidden_size, 1)
+    if megatron is not None:
+        held = HeldModel(dtype=dtype, moments=moments, optimizer=optimizer, scalar_head=head)
+        return _build_megatron_memory(compute_fullest_rank_bytes(spec, layout, megatron, held))
+    degrees = get_sharding_degrees(layout)
+    bare = replace(spec, tie_embeddings=True)
+    states = sum(2 * moment_bytes(count, moments) for count in head)
+    return RankMemory(
+        weights=rank_bytes(spec, degrees, dtype) + 4 * sum(head),
+        gradients=rank_gradient_bytes(bare, degrees, frozen_vision) + 4 * sum(head),
+        optimizer=states
+        + rank_optimizer_bytes(bare, degrees, dtype, moments=moments, optimizer=optimizer, frozen_vision=frozen_vision),
         gathered=unsharded_bytes(spec, degrees, dtype),
     )
 
@@ -83,7 +140,13 @@ class LoraRankMemory(RankMemory):
 
 
 def estimate_rank_lora_memory(
-    spec: DecoderSpec, layout: ParallelDims, dtype: str, lora: LoraSpec, *, moments: str = "float32"
+    spec: DecoderSpec,
+    layout: ParallelDims,
+    dtype: str,
+    lora: LoraSpec,
+    *,
+    moments: str = "float32",
+    megatron: MegatronMemoryFlags | None = None,
 ) -> LoraRankMemory:
     """Memory of a model trained with LoRA; every rank has all adapters. The base of unmerged ones is its weights."""
     shards = layout.shard_group_size
@@ -92,10 +155,10 @@ def estimate_rank_lora_memory(
     if is_packed:
         weights = -(-packed_weight_bytes(spec, dtype) // shards)
     else:
-        weights = estimate_rank_frozen_bytes(spec, layout, dtype)
+        weights = estimate_rank_frozen_bytes(spec, layout, dtype, megatron=megatron)
     if not (is_packed or lora.unmerged):
         adapted = {target.param_name for target in lora.targets}
-        params = list_rank_params(get_pipeline_stage(spec, layout), get_sharding_degrees(layout))
+        params = _list_fullest_params(spec, layout, dtype, megatron)
         base = sum(param.count for param in params if param.name in adapted) * BYTES[dtype]
         if isinstance(spec, HfAdapterSpec):  # in one process, and its parameters are not listed
             base = lora.num_base_parameters * BYTES[dtype]
@@ -105,13 +168,28 @@ def estimate_rank_lora_memory(
         adapters=4 * lora.num_parameters,
         gradients=4 * lora.num_parameters,
         optimizer=sum(2 * moment_bytes(prod(shape), moments) for shape in lora.list_shapes()),
-        gathered=unsharded_bytes(spec, get_sharding_degrees(layout), dtype),
+        gathered=0 if megatron is not None else unsharded_bytes(spec, get_sharding_degrees(layout), dtype),
     )
 
 
-def estimate_rank_frozen_bytes(spec: DecoderSpec, layout: ParallelDims, dtype: str) -> int:
+def _list_fullest_params(
+    spec: DecoderSpec, layout: ParallelDims, dtype: str, megatron: MegatronMemoryFlags | None
+) -> Sequence[RankParam]:
+    """The parameters of the rank that holds the most of a frozen model."""
+    if megatron is None:
+        return list_rank_params(spec, get_sharding_degrees(layout))
+    stages = (list_stage_params(spec, layout, megatron, stage) for stage in range(layout.pipeline))
+    found = ([param for chunk in chunks for param in chunk] for chunks in stages)
+    return max(found, key=lambda params: sum(param.count * (param.size or BYTES[dtype]) for param in params))
+
+
+def estimate_rank_frozen_bytes(
+    spec: DecoderSpec, layout: ParallelDims, dtype: str, *, megatron: MegatronMemoryFlags | None = None
+) -> int:
     """Bytes of a frozen model."""
-    return rank_bytes(get_pipeline_stage(spec, layout), get_sharding_degrees(layout), dtype, trained=False)
+    if megatron is not None:
+        return compute_fullest_rank_bytes(spec, layout, megatron, HeldModel(dtype=dtype, trained=False)).weights
+    return rank_bytes(spec, get_sharding_degrees(layout), dtype, trained=False)
 
 
 def packs_reference(config: Config) -> bool:
@@ -130,11 +208,15 @@ def estimate_rank_activations(
     config: TrainConfig,
     *,
     fused: bool,
+    longest: int | None = None,
+    numerics: Numerics = FAST,
     lora: LoraSpec | None = None,
 ) -> int:
-    """Bytes of the activations of a micro-batch of ``tokens``, which context ranks share; ``lora`` is what is trained,
-    if not all.
+    """Bytes of the activations of a micro-batch of ``tokens``, which context ranks share, in sequences of at most
+    ``longest``; ``lora`` is what is trained, if not all.
     """
+    longest = tokens if longest is None else min(longest, tokens)
+    is_split = splits_scans([longest], layout.context, numerics)
     stage = get_pipeline_stage(spec, layout)
     shard = stage if isinstance(stage, HfAdapterSpec) else shard_spec(stage, layout.tensor)
     return activation_bytes(
@@ -147,6 +229,7 @@ def estimate_rank_activations(
         sequence=layout.tensor if layout.sequence else 1,
         lora=lora,
         experts=layout.expert,
+        scan=ContextScan(layout.context, longest // (2 * layout.context) if is_split else None),
     )
 
 

@@ -3,15 +3,18 @@
 from dataclasses import dataclass, replace
 from math import prod
 
+from miles.cluster.parallel_dims import ParallelDims
 from miles.launch.config import Config
 from miles.launch.plan.drafts import read_engine_draft, read_trained_draft
 from miles.launch.plan.hardware import get_free_memory
 from miles.launch.plan.layout_memory import (
     estimate_rank_activations,
+    estimate_rank_critic_memory,
     estimate_rank_frozen_bytes,
     estimate_rank_lora_memory,
     estimate_rank_memory,
     get_frozen_vision,
+    get_megatron_flags,
     get_recompute_mode,
     packs_reference,
 )
@@ -29,10 +32,8 @@ from miles.models.accounting.draft import draft_activation_bytes, draft_optimize
 from miles.models.accounting.image_features import vision_bytes
 from miles.models.accounting.params import (
     BYTES,
-    gradient_bytes,
     kv_bytes_per_token,
     moment_bytes,
-    optimizer_bytes,
     packed_weight_bytes,
     parameter_count,
     state_bytes_per_sequence,
@@ -117,7 +118,13 @@ def _estimate_reference(config: Config, plan: Plan, spec: DecoderSpec) -> int:
     if packs_reference(config):
         packed = replace(spec, quantization=config.models.train_quantization(packed=True))
         return -(-packed_weight_bytes(packed, plan.dtype) // plan.layout.shard_group_size)
-    return estimate_rank_frozen_bytes(spec, plan.layout, plan.dtype)
+    return _estimate_frozen(config, plan, spec)
+
+
+def _estimate_frozen(config: Config, plan: Plan, spec: DecoderSpec) -> int:
+    """A model that is read only, held by the trainer's backend."""
+    megatron = get_megatron_flags(config, plan.device)
+    return estimate_rank_frozen_bytes(spec, plan.layout, plan.dtype, megatron=megatron)
 
 
 def _estimate_policy(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:
@@ -127,6 +134,7 @@ def _estimate_policy(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Mem
     dtype = plan.dtype
     layout = plan.layout
     train = config.train
+    megatron = get_megatron_flags(config, plan.device)
     memory = estimate_rank_memory(
         spec,
         layout,
@@ -134,13 +142,17 @@ def _estimate_policy(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Mem
         moments=train.optimizer_state_dtype,
         optimizer=train.optimizer,
         frozen_vision=get_frozen_vision(train),
+        megatron=megatron,
     )
-    part = "" if layout.world == 1 else f", rank shard of {layout.world} ranks, sharded {_count_shards(plan)} ways"
-    sharded = layout.shard_group_size * layout.replicate > 1
+    shards = layout.tensor * layout.pipeline * (layout.shard_group_size if megatron is None else 1)
+    part = "" if layout.world == 1 else f", rank shard of {layout.world} ranks, sharded {shards} ways"
+    sharded = megatron is None and layout.shard_group_size * layout.replicate > 1
     kind = "momentum and moments" if train.optimizer == "muon" else "two moments"
     masters = kind if sharded or dtype == "float32" else f"{kind} and float32 masters"
     form = "" if train.optimizer_state_dtype == "float32" else f" in {train.optimizer_state_dtype}"
     note = f"{train.optimizer.capitalize()}: {masters}{form}"
+    if megatron is not None and megatron.distributed_optimizer:
+        note += f", of 1/{layout.shard_group_size * layout.replicate} of the values"
     on_gpu = plan.device != "cpu"
     host = on_gpu and config.parallel.fsdp_cpu_offload
     shares = (
@@ -165,8 +177,12 @@ def _estimate_lora(config: Config, plan: Plan, spec: DecoderSpec, lora: LoraSpec
     is_packed = packs_base(config)
     if is_packed:
         spec = replace(spec, quantization=config.models.rollout_quantization(1))
-    memory = estimate_rank_lora_memory(spec, layout, dtype, lora, moments=train.optimizer_state_dtype)
-    part = "" if layout.world == 1 else f", one of {layout.shard_group_size} shards"
+    megatron = get_megatron_flags(config, plan.device)
+    memory = estimate_rank_lora_memory(
+        spec, layout, dtype, lora, moments=train.optimizer_state_dtype, megatron=megatron
+    )
+    shards = layout.shard_group_size if megatron is None else layout.tensor * layout.pipeline
+    part = "" if layout.world == 1 else f", one of {shards} shards"
     form = "" if train.optimizer_state_dtype == "float32" else f" in {train.optimizer_state_dtype}"
     host = plan.device != "cpu" and train.optimizer_cpu_offload
     base = (
@@ -221,12 +237,29 @@ def _estimate_critic(config: Config, plan: Plan, policy: DecoderSpec) -> tuple[M
     dtype, device = plan.dtype, config.train.critic_device
     if device not in ("auto", plan.device):
         return (MemoryShare(name="critic", bytes=0, note=f"on {device}, from {plan.critic}"),)
-    weights, gradients, optimizer = (round(whole / _count_shards(plan)) for whole in estimate_critic_bytes(spec, dtype))
-    return (
-        MemoryShare(name="critic", bytes=weights, note=f"{dtype}, from {plan.critic}"),
-        MemoryShare(name="critic grad", bytes=gradients, note="float32"),
-        MemoryShare(name="critic adam", bytes=optimizer, note="its own optimizer"),
+    train = config.train
+    memory = estimate_rank_critic_memory(
+        spec,
+        plan.layout,
+        dtype,
+        moments=train.optimizer_state_dtype,
+        optimizer=train.optimizer,
+        frozen_vision=get_frozen_vision(train),
+        megatron=get_megatron_flags(config, plan.device),
     )
+    on_gpu = plan.device != "cpu"
+    host = on_gpu and config.parallel.fsdp_cpu_offload
+    shares = (
+        _place(host, MemoryShare(name="critic", bytes=memory.weights, note=f"{dtype}, from {plan.critic}")),
+        _place(host, MemoryShare(name="critic grad", bytes=memory.gradients, note="float32")),
+        _place(
+            host or (on_gpu and train.optimizer_cpu_offload),
+            MemoryShare(name="critic adam", bytes=memory.optimizer, note="its own optimizer"),
+        ),
+    )
+    if not memory.gathered:
+        return shares
+    return (*shares, MemoryShare(name="critic gathered", bytes=memory.gathered, note=f"{dtype}: as the policy's"))
 
 
 def _count_factors(config: Config, spec: DecoderSpec) -> int:
@@ -240,11 +273,6 @@ def _count_factors(config: Config, spec: DecoderSpec) -> int:
     return lora.num_parameters
 
 
-def _count_shards(plan: Plan) -> int:
-    """Number of shards of a model."""
-    return plan.layout.shard_group_size * plan.layout.tensor * plan.layout.pipeline
-
-
 def estimate_adapter_critic_bytes(spec: DecoderSpec, lora: LoraSpec, moments: str = "float32") -> tuple[int, int]:
     """Weights (and as many gradients) and optimizer of a critic that is adapters and a head over the policy's base."""
     shapes = [*lora.list_shapes(), (1, spec.hidden_size), (1,)]
@@ -252,27 +280,15 @@ def estimate_adapter_critic_bytes(spec: DecoderSpec, lora: LoraSpec, moments: st
 
 
 def estimate_critic_bytes(spec: DecoderSpec, dtype: str) -> tuple[int, int, int]:
-    """Weights, gradients and optimizer of a critic; an untied output weight is held but not trained."""
-    untrained = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden_size
-    head, total = spec.hidden_size + 1, parameter_count(spec)
-    trained = (total - untrained) / total
-
-    def scale(size: int, bytes_per_head: int) -> int:
-        return round(size * trained) + head * bytes_per_head
-
-    return (
-        weight_bytes(spec, dtype) + 4 * head,
-        scale(gradient_bytes(spec, dtype), 4),
-        scale(optimizer_bytes(spec, dtype), 8),
-    )
+    """Weights, gradients and optimizer of a critic in one process."""
+    memory = estimate_rank_critic_memory(spec, ParallelDims(), dtype)
+    return memory.weights, memory.gradients, memory.optimizer
 
 
 def _estimate_teachers(config: Config, plan: Plan) -> tuple[MemoryShare, ...]:
     """Frozen teacher models, all in memory at once."""
     found = {name: read_spec_or_none(str(folder), config.models.model_impl) for name, folder in plan.teachers.items()}
-    total = sum(
-        estimate_rank_frozen_bytes(spec, plan.layout, plan.dtype) for spec in found.values() if spec is not None
-    )
+    total = sum(_estimate_frozen(config, plan, spec) for spec in found.values() if spec is not None)
     note = ", ".join(f"{name}: {plan.teachers[name]}" for name in found)
     return (MemoryShare(name="teacher", bytes=total, note=f"{plan.dtype}, {note}"),) if found else ()
 
@@ -285,7 +301,17 @@ def _estimate_activations(config: Config, plan: Plan, spec: DecoderSpec) -> Memo
     fused = plan.device != "cpu"
     lora = build_lora(config.lora, spec)
     spec = replace(spec, quantization=config.models.train_quantization(packed=packs_base(config)))
-    size = estimate_rank_activations(spec, plan.layout, plan.dtype, tokens, config.train, fused=fused, lora=lora)
+    size = estimate_rank_activations(
+        spec,
+        plan.layout,
+        plan.dtype,
+        tokens,
+        config.train,
+        fused=fused,
+        longest=longest,
+        numerics=config.models.numerics,
+        lora=lora,
+    )
     recompute = {"none": "", "full": ", layers recomputed", "selective": ", all but matmuls and attention recomputed"}
     note = f"{tokens:,} tokens at once" + recompute[get_recompute_mode(config.train)]
     if plan.layout.context > 1:

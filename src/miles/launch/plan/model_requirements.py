@@ -21,7 +21,7 @@ from miles.launch.plan.lora import build_lora, is_unmerged, packs_base, shares_c
 from miles.launch.plan.memory import estimate_adapter_critic_bytes, estimate_critic_bytes, format_bytes
 from miles.launch.plan.plan import parse_teacher_folders
 from miles.models.accounting.activations import activation_bytes
-from miles.models.accounting.known_models import find_known_config, load_known_models
+from miles.models.accounting.known_models import find_known_config, find_source, load_known_models
 from miles.models.accounting.params import (
     BYTES,
     active_parameter_count,
@@ -48,9 +48,11 @@ from miles.models.spec import (
     KimiDeltaSpec,
     LayerSpec,
     MambaSpec,
+    Mixer,
     MlaSpec,
     MoeSpec,
     RecurrentMixer,
+    RelativeAttentionSpec,
     ShortConvSpec,
 )
 
@@ -63,10 +65,12 @@ _USABLE = 0.9e9
 class ModelRequirements:
     """Bytes and FLOPs. ``context`` is the length of a sequence; ``tokens`` the size of a micro-batch.
 
-    The numbers of GPUs are by memory size in GB; 0 where the activations alone do not fit one GPU.
+    The numbers of GPUs are by memory size in GB; 0 where the activations alone do not fit one GPU. ``source`` says
+    where the sizes of a published model come from; it is empty for a config that was read.
     """
 
     name: str
+    source: str
     family: str
     dtype: str
     layers: str
@@ -121,6 +125,7 @@ def find_model_config(model: str) -> tuple[str, Mapping[str, Any]]:
 def estimate_requirements(model: str, run: Config) -> ModelRequirements:
     """The requirements of a model with a run's options; the dtype is the checkpoint's, or bfloat16 if it has none."""
     name, config = find_model_config(model)
+    is_read = config is not find_known_config(model)
     spec = _resolve_model_spec(model, run)
     named = config_dtype(config) if run.models.dtype == "auto" else run.models.dtype
     dtype = named if named in BYTES else "bfloat16"
@@ -148,6 +153,7 @@ def estimate_requirements(model: str, run: Config) -> ModelRequirements:
     sequence = context * kv_per_token + state_bytes_per_sequence(spec, dtype)
     return ModelRequirements(
         name=name,
+        source="" if is_read else find_source(model) or "",
         family=spec.family,
         dtype=dtype,
         layers=_describe_layers(spec),
@@ -223,30 +229,37 @@ _RECURRENT: Mapping[type[RecurrentMixer], str] = {
 
 
 def _describe_layer(layer: LayerSpec) -> str:
-    match layer.mixer:
-        case AttentionSpec(indexer=BlockIndexerSpec()):
-            mixer = "block-sparse attention"
-        case AttentionSpec(window=None, chunk=None):
-            mixer = "attention"
-        case AttentionSpec():
-            mixer = f"attention over {layer.mixer.window or layer.mixer.chunk:,}"
-        case MlaSpec(indexer=None):
-            mixer = "MLA"
-        case MlaSpec():
-            mixer = "sparse MLA"
-        case CompressedAttentionSpec(compressor=None):
-            mixer = f"attention over {layer.mixer.window:,}"
-        case CompressedAttentionSpec():
-            mixer = "compressed attention"
-        case None:
-            mixer = ""
-        case recurrent:
-            mixer = _RECURRENT[type(recurrent)]
     if isinstance(layer.ffn, MoeSpec):
         ffn = f"{layer.ffn.experts_per_token} of {layer.ffn.num_experts} experts"
     else:
         ffn = "" if layer.ffn is None else "MLP"
-    return " + ".join(filter(None, (mixer, ffn)))
+    ngram = "" if layer.ngram is None else "n-gram embeddings"
+    return " + ".join(filter(None, (ngram, _describe_mixer(layer.mixer), ffn)))
+
+
+def _describe_mixer(mixer: Mixer | None) -> str:
+    match mixer:
+        case None:
+            return ""
+        case AttentionSpec():
+            return _describe_attention(mixer)
+        case MlaSpec():
+            return "MLA" if mixer.indexer is None else "sparse MLA"
+        case RelativeAttentionSpec():
+            return "relative attention" if mixer.window is None else f"relative attention over {mixer.window:,}"
+        case CompressedAttentionSpec():
+            return f"attention over {mixer.window:,}" if mixer.compressor is None else "compressed attention"
+        case recurrent:
+            return _RECURRENT[type(recurrent)]
+
+
+def _describe_attention(mixer: AttentionSpec) -> str:
+    if isinstance(mixer.indexer, BlockIndexerSpec):
+        return "block-sparse attention"
+    if mixer.indexer is not None:
+        return "sparse attention"
+    limit = mixer.window or mixer.chunk
+    return "attention" if limit is None else f"attention over {limit:,}"
 
 
 def _describe_layers(spec: DecoderSpec) -> str:
@@ -306,6 +319,7 @@ def as_text(requirements: ModelRequirements) -> str:
     work = f"{n.forward_flops / 1e9:,.1f} GFLOP per token to sample, {3 * n.forward_flops / 1e9:,.1f} to train"
     lines = [
         f"model        {n.name} ({n.family}): {n.parameters / 1e9:,.2f}B parameters{active}",
+        *([f"sizes        {n.source}"] if n.source else []),
         f"layers       {n.layers}",
         *(f"{name.ljust(12)} {format_bytes(count).rjust(10)}  {note}" for name, count, note in rows),
         f"work         {work}, in the middle of the context",

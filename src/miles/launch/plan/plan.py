@@ -1,7 +1,7 @@
 """Plan of a run: sizes, steps, device, dtype and folders, derived from the config. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -36,7 +36,9 @@ class Plan:
     not train. ``reference`` is the folder of the reference model, None without a KL term or DPO; ``critic`` the folder
     the critic starts from, None without one; only it is trained in the first ``critic_only_steps``. ``teachers`` are
     folders by name, ``teacher_urls`` the URLs of served ones. ``samples`` says whether the run needs an engine.
-    ``layout`` are the parallel dims of the trainer. ``downloads`` are weights on the hub that are not in the cache.
+    ``layout`` are the parallel dims of the trainer. ``policy`` is the name of a policy other than the main one, and its
+    servers are ``engine_offset`` devices further than those of a run with that policy alone. ``downloads`` are weights
+    on the hub that are not in the cache.
     """
 
     run_dir: Path
@@ -59,6 +61,8 @@ class Plan:
     samples: bool
     eval_sets: Mapping[str, str]
     downloads: tuple[PendingDownload, ...] = ()
+    policy: str | None = None
+    engine_offset: int = 0
 
     @property
     def optimizer_steps(self) -> int:
@@ -99,6 +103,13 @@ def build_plan(config: Config) -> Plan:
         samples=_needs_engine(config),
         eval_sets=parse_named_paths(config.rollout.eval_prompt_data),
     )
+
+
+def scale_batches(plan: Plan, config: Config, times: int) -> Plan:
+    """The plan of a policy whose steps have ``times`` the samples: those of several roles, or of several steps."""
+    if config.train.global_batch_size is not None:
+        return replace(plan, num_steps_per_rollout=plan.num_steps_per_rollout * times)
+    return replace(plan, global_batch_size=plan.global_batch_size * times)
 
 
 def choose_parity_tolerance(config: Config) -> float:

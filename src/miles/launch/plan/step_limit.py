@@ -19,6 +19,7 @@ from miles.launch.plan.layout_memory import (
     estimate_rank_lora_memory,
     estimate_rank_memory,
     get_frozen_vision,
+    get_megatron_flags,
     get_recompute_layers,
     get_recompute_mode,
 )
@@ -245,8 +246,11 @@ def _estimate_optimizer_traffic(config: Config, plan: Plan, spec: DecoderSpec) -
     train, layout = config.train, plan.layout
     if plan.device != "cpu" and (train.optimizer_cpu_offload or config.parallel.fsdp_cpu_offload):
         return None
+    megatron = get_megatron_flags(config, plan.device)
     if (lora := build_lora(config.lora, spec)) is not None:
-        memory = estimate_rank_lora_memory(spec, layout, plan.dtype, lora, moments=train.optimizer_state_dtype)
+        memory = estimate_rank_lora_memory(
+            spec, layout, plan.dtype, lora, moments=train.optimizer_state_dtype, megatron=megatron
+        )
         return float(memory.gradients + 2 * memory.optimizer + 2 * memory.adapters)
     memory = estimate_rank_memory(
         spec,
@@ -255,8 +259,9 @@ def _estimate_optimizer_traffic(config: Config, plan: Plan, spec: DecoderSpec) -
         moments=train.optimizer_state_dtype,
         optimizer=train.optimizer,
         frozen_vision=get_frozen_vision(train),
+        megatron=megatron,
     )
-    are_masters = plan.dtype == "float32" or layout.shard_group_size * layout.replicate > 1
+    are_masters = plan.dtype == "float32" or (megatron is None and layout.shard_group_size * layout.replicate > 1)
     return float(memory.gradients + 2 * memory.optimizer + memory.weights * (2 if are_masters else 1))
 
 

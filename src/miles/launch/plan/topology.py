@@ -84,10 +84,13 @@ def shares_devices(c: Config) -> bool:
     return c.schedule.colocate or c.cluster.rollout_num_gpus is None
 
 
-def get_engine_devices(c: Config, index: int) -> range:
-    """The devices of the server with that index: shared ones from the first on, or its own after the trainer's."""
+def get_engine_devices(c: Config, index: int, offset: int = 0) -> range:
+    """The devices of the server with that index: shared ones from the first on, or its own after the trainer's.
+
+    All of them are ``offset`` further where other policies have devices too.
+    """
     first = 0 if shares_devices(c) else c.cluster.actor_num_gpus_per_node
-    start = first + index * c.cluster.rollout_num_gpus_per_engine
+    start = offset + first + index * c.cluster.rollout_num_gpus_per_engine
     return range(start, start + c.cluster.rollout_num_gpus_per_engine)
 
 

@@ -18,6 +18,8 @@ from miles.config.schema import get_options
 from miles.config.value_types import InvalidValue
 from miles.core.errors import UsageError
 from miles.launch.config import Config
+from miles.models.lora.config import LoraConfig
+from miles.train.config import ParallelConfig
 
 ACTOR = "actor"
 POLICIES_FOLDER = "policies"
@@ -58,14 +60,27 @@ ENGINE_OPTIONS = frozenset(
         "engine_prefill_chunk",
         "engine_prefill_delay_steps",
         "engine_vision_cache_mib",
+        "rollout_backend",
+        "rollout_external_engine_addrs",
+        "rollout_num_engines",
+        "rollout_num_gpus",
+        "rollout_num_gpus_per_engine",
     ]
 )
+RANK_OPTIONS = frozenset(
+    [
+        "train_backend",
+        "actor_num_nodes",
+        "actor_num_gpus_per_node",
+    ]
+) | {f.name for f in fields(ParallelConfig)}
 TRAINING_OPTIONS = frozenset(
     [
         "global_batch_size",
         "num_steps_per_rollout",
         "seed",
         "ref_load",
+        "opd_teacher_load",
         "critic_load",
         "critic_lr",
         "critic_lr_warmup_iters",
@@ -100,8 +115,11 @@ TRAINING_OPTIONS = frozenset(
         "offload_train",
         "share_prefix",
     ]
-) | {f.name for f in fields(AlgoConfig) if not f.name.startswith(("opd_", "use_opd"))}
-POLICY_OPTIONS = SAMPLING_OPTIONS | ADVANTAGE_OPTIONS | ENGINE_OPTIONS | TRAINING_OPTIONS
+) | {f.name for f in fields(AlgoConfig)}
+ADAPTER_OPTIONS = frozenset(f.name for f in fields(LoraConfig))
+POLICY_OPTIONS = (
+    SAMPLING_OPTIONS | ADVANTAGE_OPTIONS | ENGINE_OPTIONS | TRAINING_OPTIONS | RANK_OPTIONS | ADAPTER_OPTIONS
+)
 """Options that a policy may have its own value for; the others are the run's."""
 
 

@@ -1,11 +1,11 @@
 """Rules of multi-policy runs: each policy's config passes the rules, and the policies fit together."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from miles.algo.config import OFFLINE_LOSSES, uses_distillation
 from miles.launch.config import Config
-from miles.launch.plan.topology import is_distributed
-from miles.launch.policies.config import parse_policies
+from miles.launch.policies.config import PolicyConfig, parse_policies
+from miles.launch.rules.flags import list_set_flags
 
 
 def check_policies(config: Config, check: Callable[[Config], list[str]]) -> list[str]:
@@ -23,9 +23,34 @@ def check_policies_together(c: Config) -> Iterator[str]:
     """Problems of a run that names several policies."""
     if c.multi_agent.custom_cast_function_path is None:
         yield "--policies needs a function that runs them together; add --custom-cast-function-path."
-    if is_distributed(c):
-        yield "--policies trains each policy in this process; remove the flags that use several ranks."
     if c.algo.loss_type in OFFLINE_LOSSES:
         yield f"--loss-type {c.algo.loss_type} samples nothing, so --policies has no effect; remove it."
-    if uses_distillation(c.algo):
-        yield "--policies does not work with distillation from a teacher; remove one of them."
+    if c.observe.debug_rollout_only:
+        yield "--debug-rollout-only samples for one policy, but --policies names several; remove one of them."
+    if c.elastic.elastic:
+        yield "--elastic works with one policy, but --policies names several; remove one of them."
+    if c.train.ref_update_interval is not None:
+        yield "--ref-update-interval is not supported with --policies; remove one of them."
+    if c.train.ckpt_format == "torch_dist":
+        yield "--ckpt-format torch_dist does not support --policies; use --ckpt-format hf, or remove --policies."
+    policies, _ = parse_policies(c)
+    if any(uses_distillation(policy.config.algo) for policy in policies):
+        for flag in list_set_flags(c, "--opd-teacher-urls", "--opd-teachers"):
+            yield (
+                f"{flag} does not work with --policies, each of which has one teacher in its trainer; use "
+                "--opd-teacher-load, in the table of the policy that it teaches."
+            )
+    yield from _check_servers(policies)
+
+
+def _check_servers(policies: Sequence[PolicyConfig]) -> Iterator[str]:
+    """Running servers belong to one policy: they have its weights."""
+    seen: dict[str, str] = {}
+    for policy in (p for p in policies if p.owns_weights):
+        for address in policy.config.sglang.rollout_external_engine_addrs:
+            if address in seen:
+                yield (
+                    f"--policies: {seen[address]} and {policy.name} both name the server {address} with "
+                    "--rollout-external-engine-addrs, which has the weights of one policy; give each its own."
+                )
+            seen[address] = policy.name

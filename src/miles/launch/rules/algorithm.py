@@ -18,7 +18,6 @@ from miles.hooks.registry import ADVANTAGE, ALL_SAMPLES, BEFORE_LOG_PROBS, BUFFE
 from miles.launch.config import Config
 from miles.launch.plan.hardware import count_accelerators
 from miles.launch.plan.lora import starts_from_critic_adapter
-from miles.launch.plan.topology import is_remote
 from miles.launch.rules.flags import Rule, list_set_flags
 from miles.launch.rules.paths import find_checkpoint_problem, read_spec_or_none
 from miles.models.indexer_layout import build_indexer_layout
@@ -322,20 +321,22 @@ def check_routing_replay(c: Config) -> Iterator[str]:
 def check_indexer_replay(c: Config) -> Iterator[str]:
     flag = "--use-rollout-indexer-replay"
     if not c.algo.use_rollout_indexer_replay:
+        if c.native.engine_return_indexer_topk:
+            yield f"--engine-return-indexer-topk has no effect without {flag}; add that, or remove it."
         return
     if c.models.model_impl == "transformers":
         yield f"{flag} needs the native model; remove it, or --model-impl transformers."
         return
-    if is_remote(c):
-        engines = "--rollout-external-engine-addrs"
-        if not c.sglang.rollout_external_engine_addrs:
-            engines = f"--rollout-backend {c.sglang.rollout_backend}"
+    if c.sglang.rollout_external_engine_addrs:
         yield (
-            f"{flag} needs the embedded engine, because servers do not return what their indexers select; remove it, "
-            f"or {engines}."
+            f"{flag} needs engines of this run, which record what their indexers select, and "
+            "--rollout-external-engine-addrs may name others; remove one of them."
         )
-    if c.train.train_backend == "megatron":
-        yield f"{flag} is not implemented for --train-backend megatron; remove it, or use --train-backend fsdp."
+    elif c.sglang.rollout_backend == "sglang":
+        yield (
+            f"{flag} does not work with --rollout-backend sglang, whose indexers select in an order of their own; use "
+            "served or native engines, or remove it."
+        )
     spec = read_spec_or_none(c.models.hf_checkpoint)
     layout = None if spec is None else build_indexer_layout(spec)
     if spec is not None and layout is None:

@@ -321,11 +321,6 @@ def check_multi_agent(c: Config) -> Iterator[str]:
     }.items():
         if other:
             yield f"--custom-cast-function-path {path} and {flag} both generate responses; keep one."
-    if c.async_rollout.over_sampling_batch_size is not None or c.async_rollout.partial_rollout:
-        yield (
-            f"--custom-cast-function-path {path} cannot be interrupted, which --over-sampling-batch-size and "
-            "--partial-rollout need; remove these flags."
-        )
     if not c.rollout.apply_chat_template:
         yield "Multi-agent generation needs a chat template; add --apply-chat-template."
 

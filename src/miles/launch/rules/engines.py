@@ -142,8 +142,6 @@ def check_ray(c: Config) -> Iterator[str]:
         return
     if not is_remote(c) and c.algo.loss_type not in OFFLINE_LOSSES:
         yield "--runtime ray starts engines as servers on its nodes; use --rollout-backend served or sglang."
-    if c.multi_agent.policies:
-        yield "--runtime ray places the engines of one policy, but --policies names several; remove one of them."
     if c.sglang.rollout_backend == "sglang" and c.sglang.update_weight_transport == "tensor":
         yield (
             "--update-weight-transport tensor shares memory on one machine, but --runtime ray may place SGLang on "

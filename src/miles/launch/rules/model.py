@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from miles.algo.config import OFFLINE_LOSSES
+from miles.backends.megatron.module_choice import MIXER_NAMES, choose_modules
 from miles.core.errors import MilesError, UsageError
 from miles.launch.config import Config
 from miles.launch.plan.hardware import choose_device
@@ -15,8 +16,9 @@ from miles.launch.rules.paths import find_checkpoint_problem, read_spec_or_none
 from miles.models import capabilities
 from miles.models.capabilities import check_batch_invariance
 from miles.models.hf_adapter.spec import HfAdapterSpec
-from miles.models.lora.targets import LoraSpec
+from miles.models.lora.targets import LoraSpec, LoraTarget
 from miles.models.resolve import resolve_spec
+from miles.models.spec import DecoderSpec
 
 HUB_TOKEN = "HF_TOKEN"
 
@@ -196,7 +198,7 @@ def check_lora_fits_model(c: Config) -> Iterator[str]:
         yield from error.problems
         return
     assert lora is not None
-    yield from _check_lora_targets(c, lora)
+    yield from _check_lora_targets(c, lora, spec)
     head = next((target for target in lora.targets if target.is_head), None)
     if head is not None and c.train.train_backend != "megatron":
         yield from _check_lora_head(c, lora, head.module, is_tied=spec.tie_embeddings)
@@ -216,15 +218,22 @@ def _check_lora_head(c: Config, lora: LoraSpec, module: str, *, is_tied: bool) -
         yield f"{adapter}, an adapter of the output layer, does not work with {flag}; remove one of them."
 
 
-def _check_megatron_lora(c: Config, lora: LoraSpec) -> Iterator[str]:
+def _check_megatron_lora(c: Config, lora: LoraSpec, spec: DecoderSpec) -> Iterator[str]:
     backend = "--train-backend megatron"
-    supported = ("attention", "mlp")
-    unsupported = next((t for t in lora.targets if t.is_head or t.param_name.split(".")[2] not in supported), None)
+
+    def is_supported(target: LoraTarget) -> bool:
+        name = target.param_name
+        if target.is_head:
+            return False
+        part = name.split(".")[2]
+        return part in ("attention", "mlp") or (part in MIXER_NAMES and choose_modules(spec).has_param(name))
+
+    unsupported = next((target for target in lora.targets if not is_supported(target)), None)
     if unsupported is not None:
         yield (
-            f"{backend} supports adapters of attention and dense MLPs, but not of MLA, shared or routed experts or the "
-            f"output layer, which {unsupported.module} is one of; choose others with --target-modules, or use "
-            "--train-backend fsdp."
+            f"{backend} supports adapters of attention and dense MLPs, recurrent mixers and MLA with an indexer, but "
+            "not of Megatron's own MLA, shared or routed experts or the output layer, which "
+            f"{unsupported.module} is one of; choose others with --target-modules, or use --train-backend fsdp."
         )
     flags = {"--use-dora": lora.use_dora, "--lora-dropout": lora.dropout, "--train-precision": packs_base(c)}
     flags["--no-lora-merge"] = not c.lora.lora_merge
@@ -237,10 +246,10 @@ def _check_megatron_lora(c: Config, lora: LoraSpec) -> Iterator[str]:
         )
 
 
-def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
+def _check_lora_targets(c: Config, lora: LoraSpec, spec: DecoderSpec) -> Iterator[str]:
     p = c.parallel
     if c.train.train_backend == "megatron":
-        yield from _check_megatron_lora(c, lora)
+        yield from _check_megatron_lora(c, lora, spec)
         return
     if lora.use_dora:
         yield from _check_dora(c)

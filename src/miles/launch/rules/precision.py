@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 
+from miles.backends.megatron.module_choice import can_use_transformer_engine
 from miles.backends.remote.sglang_fp8 import SGLANG_FORMATS, find_shape_problem
 from miles.backends.remote.sglang_lora import find_target_problem
 from miles.core.errors import UsageError
@@ -106,6 +107,12 @@ def check_quantized_backends(c: Config) -> Iterator[str]:
             )
         elif m.quantize_experts_only:
             yield "--quantize-experts-only does not work with --train-backend megatron; remove one of them."
+        spec = read_spec_or_none(m.hf_checkpoint, m.model_impl)
+        if spec is not None and not isinstance(spec, HfAdapterSpec) and not can_use_transformer_engine(spec):
+            yield (
+                f"--train-precision {m.train_precision} with --train-backend megatron is Transformer Engine's, which "
+                f"has no form of all layers of {spec.family}; use --train-backend fsdp."
+            )
 
 
 def check_sglang(c: Config) -> Iterator[str]:

@@ -67,18 +67,12 @@ def check_run_folders(c: Config) -> Iterator[str]:
 def check_over_sampling(c: Config) -> Iterator[str]:
     size = c.async_rollout.over_sampling_batch_size
     needed = c.rollout.rollout_batch_size
-    staleness = c.schedule.max_weight_staleness
     if size is None:
         return
     if size < needed:
         yield (
             f"--over-sampling-batch-size {size} is below --rollout-batch-size {needed}, so a step would never be full; "
             "raise it, or remove it."
-        )
-    if staleness:
-        yield (
-            "--over-sampling-batch-size is for synchronous runs: with --max-weight-staleness "
-            f"{staleness} late trajectories delay nothing; remove one of them."
         )
     if c.algo.loss_type in OFFLINE_LOSSES:
         yield f"--over-sampling-batch-size has no effect with --loss-type {c.algo.loss_type}; remove it."
@@ -265,8 +259,6 @@ def check_elastic_trainer(c: Config) -> Iterator[str]:
         )
     if c.train.train_backend != "fsdp":
         yield f"--elastic needs --train-backend fsdp, not {c.train.train_backend}; remove it."
-    if c.multi_agent.policies:
-        yield "--elastic works with one policy, but --policies names several; remove one of them."
     if c.train.async_save:
         yield "--async-save writes from ranks that --elastic may stop; remove one of them."
 

@@ -5,7 +5,11 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from miles.algo.config import CRITIC_ESTIMATORS, OFFLINE_LOSSES
-from miles.backends.megatron.supported_models import check_batch_invariant_support, check_megatron_support
+from miles.backends.megatron.supported_models import (
+    check_batch_invariant_support,
+    check_megatron_support,
+    check_torch_dist_support,
+)
 from miles.config.value_types import format_value
 from miles.core.errors import UsageError
 from miles.launch.config import Config
@@ -182,10 +186,14 @@ def check_ckpt_format(c: Config) -> Iterator[str]:
         ("--loss-type rm_loss", c.algo.loss_type == "rm_loss"),
         ("--push-to-hub", c.hub.push_to_hub is not None),
         ("--save-hf-precision rollout", c.schedule.save_hf_precision == "rollout"),
-        ("--policies", bool(c.multi_agent.policies)),
     ):
         if used:
             yield f"{flag} does not support {given}; use --ckpt-format hf, or remove {given}."
+    spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
+    if spec is None or isinstance(spec, HfAdapterSpec):
+        return
+    if (problem := check_torch_dist_support(spec)) is not None:
+        yield f"{flag} is in the form of Megatron's modules: {problem}; use --ckpt-format hf."
 
 
 def check_megatron_package(c: Config) -> Iterator[str]:
@@ -294,8 +302,8 @@ def check_reference_updates(c: Config) -> Iterator[str]:
         return
     if not c.algo.use_kl_loss and not c.algo.kl_coef and c.algo.loss_type != "dpo_loss":
         yield f"{flag} changes the reference of the KL; add --use-kl-loss or --kl-coef, or remove it."
-    if c.train.train_backend == "megatron" or c.multi_agent.policies:
-        yield f"{flag} is not supported with --train-backend megatron or --policies; remove it."
+    if c.train.train_backend == "megatron":
+        yield f"{flag} is not supported with --train-backend megatron; remove it."
     if c.lora.is_enabled and not shares_reference(c):
         yield f"{flag} with --lora-rank updates adapters over one base, but --ref-load is another; remove one of them."
     if s.save_interval is None or every % s.save_interval:

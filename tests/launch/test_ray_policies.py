@@ -1,0 +1,80 @@
+"""Several policies on a Ray cluster: the ranks and engines of each have placement groups of their own."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from tests.launch.small_run import miles
+from tests.launch.test_policy_ranks import flags, write_start
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: make test-ray"),
+]
+
+TWO = {"actor_num_gpus_per_node": 2}
+EXACT = ("--parity", "exact")
+NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("ray_policies")
+    write_start(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    made = started(tries=3)
+    yield made
+    made.shutdown()
+
+
+def started(tries: int):
+    """A head and a node of two CPUs each: the second policy's two ranks have one node."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster()
+    try:
+        made.add_node(**NODE, include_dashboard=False, _system_config={"worker_niceness": 0})
+        made.add_node(**NODE)
+    except Exception:  # a node that was late may still come: it goes with its head
+        made.shutdown()
+        if tries == 1:
+            raise
+        return started(tries - 1)
+    return made
+
+
+def on(cluster, *more: str) -> tuple[str, ...]:
+    served = ("--rollout-backend", "served", "--rollout-num-engines", "1")
+    return (*EXACT, "--runtime", "ray", "--ray-address", cluster.address, *served, *more)
+
+
+@pytest.fixture(scope="module")
+def near(start: Path) -> Path:
+    """The run without a cluster."""
+    done = miles("train", *flags(start, start / "near", *EXACT, **TWO))
+    assert done.returncode == 0, done.stderr
+    return start / "near"
+
+
+def rows(run: Path) -> str:
+    return (run / "metrics.jsonl").read_text()
+
+
+def test_policies_on_a_cluster_learn_as_on_one_machine(start, cluster, near):
+    run = start / "far"
+    done = miles("train", *flags(start, run, *on(cluster), **TWO))
+    assert done.returncode == 0, done.stderr
+    assert rows(run) == rows(near)
+    names = {path.name for path in (run / "logs").iterdir()}
+    assert {"engine-of-speaker-0.log", "engine-of-listener-0.log"} <= names
+
+
+def test_a_policy_without_room_is_refused_with_the_numbers(start, cluster):
+    more = {"actor_num_gpus_per_node": 3, "rollout_num_engines": 1}
+    done = miles("train", *flags(start, start / "large", *on(cluster), **more))
+    assert done.returncode == 2
+    assert "policy listener, beside the others, needs 1 node with 3 CPU for the trainer" in done.stderr
