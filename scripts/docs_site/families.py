@@ -62,16 +62,26 @@ PAGES = (
     ),
     FamilyPage(
         file="qwen_hybrid",
-        title="Qwen3-Next, Qwen3.5 and Qwen3.6",
-        families=("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"),
+        title="Qwen3-Next, Qwen3.5, Qwen3.6 and Qwen4-Exp",
+        families=(
+            *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"),
+            *("qwen4_exp_text", "qwen4_exp"),
+        ),
         start="Qwen/Qwen3-Next-80B-A3B-Instruct",
         notes=(
             "Three of four layers are gated delta networks: the KV cache grows with the attention layers alone, and a "
             "sequence has a state of fixed size beside it.",
             HYBRID,
             ROUTING,
-            "MTP layers can be used and trained as a [draft model](../draft_models.md).",
+            "MTP layers can be used and trained as a [draft model](../draft_models.md), but for those of Qwen4-Exp.",
             IMAGES + " This holds for Qwen3.5 and Qwen3.6; Qwen3-Next is text alone.",
+            "Qwen4-Exp (Qwen3.8-Flash-Next) also has gated hyper-connections, attention whose indexer selects "
+            "pools of tokens, and n-gram embeddings: a table of 51B parameters, of which each token reads 16 "
+            "rows. The ids of the last tokens are part of a sequence's recurrent state. Its text model is trained "
+            "alone: the tensors of the vision tower and of the MTP layer are kept as they are. The table is "
+            "trained too, but not by LoRA; only tensor parallelism divides it during a step (FSDP gathers what a "
+            "tensor-parallel rank has of it), so this model needs `--tensor-model-parallel-size` in training and "
+            "`--rollout-num-gpus-per-engine` in the engine.",
         ),
     ),
     FamilyPage(
@@ -249,6 +259,33 @@ PAGES = (
         ),
     ),
     FamilyPage(
+        file="inkling",
+        title="Inkling",
+        families=("inkling_text", "inkling_mm_model"),
+        start="thinkingmachines/Inkling-Small",
+        notes=(
+            "The text model is trained alone: tensors of the image and audio towers and of the MTP layers are kept as "
+            "they are, and the NVFP4 checkpoints are not read. `inkling_text` is the text model as transformers saves "
+            "it by itself.",
+            "Five of six layers attend to a window of 512 tokens. There is no RoPE: every head of a token mixes "
+            "learned profiles over distances into a bias of its scores. Torch operations compute attention, slice by "
+            "slice, and the backward pass recomputes the scores; FlashAttention and the Triton kernels take no such "
+            "bias and are not used, so steps are slower than those of a model with RoPE and run without CUDA graphs.",
+            "Short convolutions of keys and values, and of the outputs of attention and MLP, are computed in float32, "
+            "with weights in the model's dtype. A sequence keeps their last inputs beside its KV cache. " + HYBRID,
+            "The router weighs two shared experts together with the selected ones; only the selected ones are recorded "
+            "and replayed. LoRA adapts the routed experts, not the shared ones, which also stay wide where experts are "
+            "quantized.",
+            ROUTING,
+            "Refused in a sentence: `--parity exact`, context and sequence parallelism, sharing a prefix in training, "
+            "and `--train-backend megatron`. Tensor, expert and FSDP parallelism work.",
+            "The sizes are those of the text model, from the published keys of the configs. The announced 975B and "
+            "276B are what they would be if the first two layers had experts.",
+            "transformers 5.17 normalizes the embedding twice in `InklingForConditionalGeneration` and once in "
+            "`InklingForCausalLM`; here it is done once, as SGLang does.",
+        ),
+    ),
+    FamilyPage(
         file="step",
         title="Step",
         families=("step3p5", "step3p7"),
@@ -357,6 +394,8 @@ def size_table(page: FamilyPage) -> Iterator[str]:
         "|---|---|--:|--:|---|---|",
     )
     yield from (format_size(need) for need in needs)
+    yield from ("", "The sizes are equal to those of:", "")
+    yield from (f"- {need.name}: {need.source}." for need in needs)
     yield from ("", "Adapters, 8-bit optimizer state and FP8 need less: add their flags to `miles plan`.", "")
 
 
