@@ -1,4 +1,4 @@
-"""Teach a small model to win at Nim: a warm-up on random games, then GRPO on its own.
+"""Teach a small model to win at Nim: a warm-up on games that are played poorly, then GRPO on its own.
 
 python examples/game/run.py [FOLDER [SEED]]
 """
@@ -14,7 +14,7 @@ import stage_flags
 from nim import write_start
 from training_runs import run_example
 
-WARMUP_STEPS = 300
+WARMUP_STEPS = 400
 STEPS = 60
 NIM = f"{Path(__file__).parent.resolve() / 'nim.py'}:Nim"
 
