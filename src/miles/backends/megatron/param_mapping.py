@@ -18,7 +18,7 @@ from miles.backends.megatron.module_choice import MIXER_NAMES, choose_modules
 from miles.models.checkpoint.param_map import build_param_map
 from miles.models.checkpoint.param_slices import param_shape
 from miles.models.parallel.tp_sharding import ShardSegment, TpShard, compute_tp_shards
-from miles.models.spec import AttentionSpec, DecoderSpec
+from miles.models.spec import AttentionSpec, DecoderSpec, MoeSpec
 
 # Decoder name -> Megatron's name in a layer; the second name is used if Transformer Engine fuses a norm into the
 # following projection. ``{}`` counts a rank's experts.
@@ -187,3 +187,19 @@ def possible_names(name: str) -> tuple[str, ...]:
     suffix = name.split(".", 2)[2]
     home = "self_attention" if suffix.partition(".")[0] in MIXER_NAMES else "mlp"
     return (*megatron_names(name), f"{home}.{suffix}")
+
+
+def checkpoint_names(spec: DecoderSpec, name: str) -> tuple[str, ...]:
+    """Return the names of a parameter in Megatron's checkpoints, inside its layer or the model.
+
+    Norms that Transformer Engine fuses into a projection have two.
+    """
+    index = parse_layer_index(name)
+    if index is None:
+        return megatron_names(name)
+    ffn = spec.layers[index].ffn
+    # Experts beside an MLP have the norm of the MLP.
+    is_inner_norm = name.endswith(".mlp_norm.weight") and isinstance(ffn, MoeSpec) and ffn.beside_mlp
+    if choose_modules(spec).has_param(name) or is_inner_norm:
+        return possible_names(name)[-1:]
+    return megatron_names(name)
