@@ -27,6 +27,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma3": {"sliding_window": 4},
     "gemma4": {"sliding_window": 4, "num_global_key_value_heads": 2},
     "gemma4 with experts": {"sliding_window": 4, "num_global_key_value_heads": 2},
+    "inkling": {"sliding_window_size": 4, "rel_extent": 5, "log_scaling_n_floor": 3},
+    "inkling whole": {"sliding_window_size": 4, "rel_extent": 5},
     "llama 4": {"attention_chunk_size": 4, "floor_scale": 4},
     "llama 4 with experts in some layers": {"attention_chunk_size": 4, "floor_scale": 4},
     "mistral 4": {"q_lora_rank": 12},

@@ -53,6 +53,9 @@ CASES = [
     Case("llama 4 with experts in some layers", {"context": 2, "expert": 2}),
     Case("gemma4", {"tensor": 2}),
     Case("gemma4 with experts", SPLIT),
+    Case("inkling", {"pipeline": 2}, (*SELECTIVE, "--num-layers-in-first-pipeline-stage", "1")),
+    Case("inkling", SPREAD, (*DISTRIBUTED_OPTIMIZER, *AGAIN)),
+    Case("inkling whole", {"context": 2, "expert": 2}),
 ]
 
 

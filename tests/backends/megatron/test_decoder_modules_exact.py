@@ -42,6 +42,8 @@ CASES = [
     Case("llama 4", SPLIT),
     Case("gemma4", {"tensor": 2}),
     Case("gemma4 with experts", SPLIT),
+    Case("inkling", {"context": 2, "expert": 2}, AGAIN),
+    Case("inkling whole", {"pipeline": 2}, ("--num-layers-in-first-pipeline-stage", "1")),
 ]
 QUICK = [Case("gpt-oss", SPREAD, SELECTIVE), Case("minimax-m2", SPLIT), Case("gemma2", SPLIT, DISTRIBUTED_OPTIMIZER)]
 

@@ -31,13 +31,13 @@ from torch.utils.checkpoint import checkpoint
 
 from miles.backends.megatron.batch_invariant_layers import reduce_in_rank_order
 from miles.backends.megatron.module_choice import choose_modules
-from miles.backends.megatron.packed_batch import LayerRoutingReplay, PackedParams
+from miles.backends.megatron.packed_batch import LayerRoutingReplay, PackedAttention, PackedParams
 from miles.backends.megatron.parallel_state import MegatronGroup
 from miles.backends.megatron.param_mapping import build_param_mappings
 from miles.backends.megatron.router import RouterLoss, attach_loss
 from miles.backends.megatron.sharded_state import build_sharded_tensors
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
-from miles.kernels.attention.params import AttentionInputs
+from miles.kernels.attention.params import AttentionInputs, RelativeBias
 from miles.kernels.batch_invariant.elementwise import sum_in_rank_order
 from miles.models.decoder import MIXERS
 from miles.models.layers.attention import Attention
@@ -45,10 +45,11 @@ from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.mlp import Mlp
 from miles.models.layers.moe import MoeMlp, Routing
 from miles.models.layers.norm import RMSNorm
+from miles.models.layers.residual_conv import ResidualConv
 from miles.models.parallel.expert_dispatch import AllToAllDispatcher
 from miles.models.parallel.tp_decoder import ParallelRMSNorm
 from miles.models.parallel.tp_sharding import compute_tp_shards, shard_spec
-from miles.models.spec import DecoderSpec, MlaSpec, MlpSpec, MoeSpec
+from miles.models.spec import DecoderSpec, LayerPart, MlaSpec, MlpSpec, MoeSpec, output_conv_state
 
 
 class TensorParallelRegion:
@@ -97,6 +98,8 @@ class DecoderModule(MegatronModule):
     def __init__(self, config: DecoderTransformerConfig, **_: Any) -> None:
         super().__init__(config=config)
         self.region = TensorParallelRegion(config)
+        self._homes: dict[str, str] = {}
+        self._conv_name: str | None = None
 
     def add_decoder_module(
         self, config: DecoderTransformerConfig, index: int, name: str, build: Callable[..., nn.Module]
@@ -113,7 +116,7 @@ class DecoderModule(MegatronModule):
             )
         module = module.to_empty(device=config.param_device)
         self.add_module(name, module)
-        self._index, self._name = index, name
+        self._homes[name] = f"layers.{index}.{name}."
         if self.region.group.rank:
             shards = compute_tp_shards(config.decoder_spec)
             for inner, parameter in module.named_parameters():
@@ -122,18 +125,32 @@ class DecoderModule(MegatronModule):
                     parameter.register_hook(torch.zeros_like)
         return module
 
+    def add_output_conv(self, config: DecoderTransformerConfig, index: int, part: LayerPart) -> None:
+        """Build the convolution of the outputs of this part of layer ``index``, if there is one."""
+        spec = config.decoder_spec
+        kernel, name = spec.layers[index].output_kernel, f"{'attention' if part == 'mixer' else 'mlp'}_conv"
+        if kernel:
+            state = output_conv_state(spec, index, part)
+            self.add_decoder_module(config, index, name, partial(ResidualConv, spec.hidden_size, kernel, state))
+            self._conv_name = name
+
+    def finish(self, out_tD: Tensor, attn_backend: AttentionBackend | None) -> Tensor:
+        """Return the summed output of this part behind its convolution, if it has one."""
+        return out_tD if self._conv_name is None else self.get_submodule(self._conv_name)(out_tD, attn_backend)
+
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the state for Megatron's checkpoints: the decoder's tensors, sharded as in the decoder."""
         assert not sharded_offsets, "keys of these layers have their number"
-        config, home = self.config, f"layers.{self._index}.{self._name}."
+        config = self.config
         assert isinstance(config, DecoderTransformerConfig)
         mappings = build_param_mappings(config.decoder_spec, transformer_engine=False)
-        own = {name.removeprefix(home): mapping for name, mapping in mappings.items() if name.startswith(home)}
-        module = self.get_submodule(self._name)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return state | build_sharded_tensors(module, f"{prefix}{self._name}.", own)
+        for name, home in self._homes.items():
+            own = {full.removeprefix(home): mapping for full, mapping in mappings.items() if full.startswith(home)}
+            state |= build_sharded_tensors(self.get_submodule(name), f"{prefix}{name}.", own)
+        return state
 
 
 def rank_spec(config: DecoderTransformerConfig) -> DecoderSpec:
@@ -154,7 +171,9 @@ class DecoderMixer(DecoderModule):
         name, mixer_class = MIXERS[type(mixer)]
         self.mixer = name
         self._selects = isinstance(mixer, MlaSpec) and mixer.indexer is not None and mixer.indexer.source is None
+        self._index = index
         self.add_decoder_module(config, index, name, partial(mixer_class, mixer, spec, index))
+        self.add_output_conv(config, index, "mixer")
         modules = config.recompute_modules or ()
         self._recomputes = config.recompute_granularity == "selective" and "core_attn" in modules
 
@@ -170,7 +189,7 @@ class DecoderMixer(DecoderModule):
             # Layers that reuse the selection are behind this one, and their backward runs earlier.
             x_tD.register_hook(lambda _: packed.drop_selection(self._index))
         out_tD = self.get_submodule(self.mixer)(x_tD, packed_seq_params.positions, backend)
-        return self.region.leave(out_tD).unsqueeze(1), None
+        return self.finish(self.region.leave(out_tD), packed).unsqueeze(1), None
 
 
 class _RecomputedAttention:
@@ -178,11 +197,17 @@ class _RecomputedAttention:
 
     latent = False
 
-    def __init__(self, inner: AttentionBackend) -> None:
+    def __init__(self, inner: PackedAttention) -> None:
         self._inner = inner
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         out = checkpoint(self._inner, layer, inputs, use_reentrant=False)
+        assert isinstance(out, Tensor)
+        return out
+
+    def attend_relative(self, layer: int, inputs: AttentionInputs, bias: RelativeBias) -> Tensor:
+        """Attend with a relative position bias."""
+        out = checkpoint(self._inner.attend_relative, layer, inputs, bias, use_reentrant=False)
         assert isinstance(out, Tensor)
         return out
 
@@ -195,7 +220,12 @@ class _RecomputedAttention:
 
 
 class DecoderMlp(DecoderModule):
-    """The decoder's MLP as Megatron's, which says in ``set_layer_number`` in which layer it is."""
+    """The decoder's MLP as Megatron's, which says in ``set_layer_number`` in which layer it is.
+
+    ``attn_backend`` is that of the micro-batch, set before each forward.
+    """
+
+    attn_backend: AttentionBackend | None = None
 
     def set_layer_number(self, layer_number: int) -> None:
         """Build the MLP of this layer."""
@@ -207,19 +237,22 @@ class DecoderMlp(DecoderModule):
         assert isinstance(mlp, Mlp)
         if self.region.group.world > 1:
             mlp.all_channels = full.size, self.region.all_reduce
+        self.add_output_conv(config, index, "ffn")
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         mlp = self.get_submodule("mlp")
-        return self.region.leave(mlp(self.region.enter(hidden_states).flatten(0, 1))).unsqueeze(1), None
+        out_tD = self.region.leave(mlp(self.region.enter(hidden_states).flatten(0, 1)))
+        return self.finish(out_tD, self.attn_backend).unsqueeze(1), None
 
 
 class DecoderMoe(DecoderModule):
     """The decoder's experts as Megatron's MoE layer, built in ``set_layer_number``; every rank routes its own slots.
 
-    ``router_replay`` and ``router_loss`` are those of the micro-batch, set before each forward. Experts beside an MLP
-    read the residual stream, of which the norm before the MLP is here.
+    ``router_replay``, ``router_loss`` and ``attn_backend`` are those of the micro-batch, set before each forward.
+    Experts beside an MLP read the residual stream, of which the norm before the MLP is here.
     """
 
+    attn_backend: AttentionBackend | None = None
     router_replay: LayerRoutingReplay | None = None
     router_loss: RouterLoss | None = None
 
@@ -239,6 +272,7 @@ class DecoderMoe(DecoderModule):
         if ffn.beside_mlp:
             factory: dict[str, Any] = {"device": config.param_device, "dtype": config.params_dtype}
             self.mlp_norm = RMSNorm(config.hidden_size, **norm, **factory, numerics=config.numerics)
+        self.add_output_conv(config, index, "ffn")
 
     @property
     def router(self) -> DecoderMoe:
@@ -250,17 +284,21 @@ class DecoderMoe(DecoderModule):
         assert isinstance(moe, MoeMlp)
         x_sD = hidden_states.flatten(0, 1)
         routing = None if self.router_replay is None else LayerRouting(self.router_replay)
-        weights_sk, experts_sk = moe.route_tokens(x_sD, routing)
+        weights_sk, experts_sk, *shared = moe.route_tokens(x_sD, routing)
         weights_sk = self._attach_loss(moe, weights_sk, x_sD)
         group = self.region.group
         if group.world > 1:
             assert self.config.sequence_parallel, "a rule refuses experts and tensor parallelism without it"
             weights_tk = gather_from_sequence_parallel_region(weights_sk, group=group.process_group)
             experts_tk = torch.cat(group.gather(experts_sk))
+            shared_t = [gather_from_sequence_parallel_region(x, group=group.process_group) for x in shared]
         else:
-            weights_tk, experts_tk = weights_sk, experts_sk
-        out_tD = moe.run_experts(self.region.enter(x_sD), weights_tk, experts_tk)
-        out_sD = self.region.leave(out_tD)
+            weights_tk, experts_tk, shared_t = weights_sk, experts_sk, shared
+        x_tD = self.region.enter(x_sD)
+        out_tD = moe.run_experts(x_tD, weights_tk, experts_tk)
+        if moe.shared_experts is not None:
+            out_tD = out_tD + moe.shared_experts(x_tD, *shared_t)
+        out_sD = self.finish(self.region.leave(out_tD), self.attn_backend)
         if self.mlp_norm is not None:
             assert moe.shared is not None
             shared_sD = self.region.leave(moe.shared(self.region.enter(self.mlp_norm(x_sD))))

@@ -164,8 +164,9 @@ class _Stage:
         self._counts: dict[int, tuple[Tensor, Tensor]] = {}
         self._loads: dict[int, Tensor] = {}
         self._indexer_counts: dict[int, IndexerCounts] = {}
-        rows, rank = ShardSegment(tf_config.decoder_spec.vocab_size), state.tp_group.rank
-        first, last = rows.bounds(rank, state.tp_group.world)
+        spec = tf_config.decoder_spec
+        bounds = ShardSegment(spec.vocab_rows).bounds(state.tp_group.rank, state.tp_group.world)
+        first, last = (min(bound, spec.vocab_size) for bound in bounds)  # rows of padding have no logits
         self._vocabulary = _VocabShard(first, last - first, state.tp_group) if state.tp_group.world > 1 else None
 
     def forward(self, steps: Iterator[_Step], model: GPTBackbone) -> tuple[Tensor, Any]:

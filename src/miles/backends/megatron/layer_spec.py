@@ -33,7 +33,7 @@ from miles.backends.megatron.batch_invariant_layers import (
     BatchInvariantSelfAttention,
 )
 from miles.backends.megatron.batch_invariant_moe import BatchInvariantMoeLayer
-from miles.backends.megatron.decoder_modules import use_decoder_modules
+from miles.backends.megatron.decoder_modules import DecoderMlp, DecoderMoe, use_decoder_modules
 from miles.backends.megatron.experts import GroupedExperts
 from miles.backends.megatron.mla import PackedMLASelfAttention
 from miles.backends.megatron.module_choice import choose_modules
@@ -133,8 +133,9 @@ class ReplayTransformerLayer(TransformerLayer):
         if layer.output_scale:
             empty = torch.empty(1, dtype=config.params_dtype, device=config.param_device)
             self.output_scale = nn.Parameter(empty, requires_grad=False)
-        # A recomputed router would see the replay of another micro-batch.
-        self.recompute_mlp = self.recompute_mlp and isinstance(layer.ffn, MlpSpec)
+        # A recomputed router would see the replay of another micro-batch, and a convolution its sequences.
+        is_alone = isinstance(layer.ffn, MlpSpec) and not layer.output_kernel
+        self.recompute_mlp = self.recompute_mlp and is_alone
 
     def forward(self, *args: Any, packed_seq_params: PackedParams | None = None, **kwargs: Any) -> Any:
         config = self.config
@@ -144,6 +145,8 @@ class ReplayTransformerLayer(TransformerLayer):
             mlp: Any = self.mlp
             mlp.router.router_replay = None if replay is None else LayerRoutingReplay(replay, slot)
             mlp.router.router_loss = packed_seq_params.router_loss
+        if isinstance(self.mlp, DecoderMlp | DecoderMoe):
+            self.mlp.attn_backend = packed_seq_params.attn_backend
         hidden_states, context = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
         if self.output_scale is not None:
             hidden_states = hidden_states * self.output_scale
@@ -155,11 +158,19 @@ class GPTBackbone(GPTModel):
 
     def __init__(self, config: DecoderTransformerConfig, **kwargs: Any) -> None:
         super().__init__(config=config, **kwargs)
-        if self.pre_process and config.decoder_spec.embedding_scale != 1.0:
-            self.embedding.register_forward_hook(lambda *call: scale_embedding(call[-1], config.decoder_spec))
+        spec = config.decoder_spec
+        if self.pre_process and spec.embedding_scale != 1.0:
+            self.embedding.register_forward_hook(lambda *call: scale_embedding(call[-1], spec))
+        self.embedding_norm: MegatronRMSNorm | None = None
+        if self.pre_process and spec.embedding_norm:
+            norm = self.embedding_norm = MegatronRMSNorm(config, spec.hidden_size, spec.norm_eps)
+            self.embedding.register_forward_hook(lambda *call: norm(call[-1]))
+        self._output_divisor = spec.output_divisor if self.post_process else 1.0
+        # Rows of padding have no logits; several tensor-parallel ranks know how many of theirs are.
+        self._head_rows = spec.vocab_size if spec.vocab_padding and config.tensor_model_parallel_size == 1 else None
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden_states
+        return hidden_states if self._output_divisor == 1.0 else hidden_states / self._output_divisor
 
     def head(self) -> Tensor:
         """Return the output weight, this tensor-parallel rank's rows."""
@@ -167,7 +178,7 @@ class GPTBackbone(GPTModel):
             return self.shared_embedding_or_output_weight()
         weight = self.output_layer.weight
         assert weight is not None
-        return weight
+        return weight[: self._head_rows]
 
     def add_scalar_head(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
         """Add the parameters of a scalar head, such as value_head.weight: zeros in float32."""
@@ -187,7 +198,7 @@ def build_gpt_backbone(
 ) -> GPTBackbone:
     """Build the layers of this pipeline ``rank``, its ``stage``-th virtual stage if it has several; uninitialized."""
     decoder = config.decoder_spec
-    size = -(-decoder.vocab_size // config.tensor_model_parallel_size) * config.tensor_model_parallel_size
+    size = -(-decoder.vocab_rows // config.tensor_model_parallel_size) * config.tensor_model_parallel_size
     layers: Any = _block_spec(config, stage, rank)
     return GPTBackbone(
         config=config,

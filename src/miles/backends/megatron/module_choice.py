@@ -14,11 +14,11 @@ from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MlpSpec, MoeS
 ACTIVATIONS = ("silu", "gelu_tanh")
 """Activations of Megatron's gated MLPs and experts."""
 
-MIXER_NAMES = ("attention", "mla", "delta", "kda", "mamba", "short_conv")
-"""Names of the decoder's mixers in its layers."""
+MIXER_NAMES = ("attention", "mla", "delta", "kda", "mamba", "short_conv", "relative", "attention_conv")
+"""Names of the decoder's mixers in its layers, and of the convolution behind one."""
 
-FFN_NAMES = ("mlp", "moe")
-"""Names of its feed-forward parts."""
+FFN_NAMES = ("mlp", "moe", "mlp_conv")
+"""Names of its feed-forward parts, and of the convolution behind one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +98,14 @@ def _has_attention(mixer: object, spec: DecoderSpec) -> bool:
 
 
 def _has_mlp(mlp: MlpSpec) -> bool:
-    return mlp.gated and not mlp.sparsity and mlp.activation in ACTIVATIONS
+    is_plain = not (mlp.sparsity or mlp.interleaved or mlp.learned_scale)
+    return mlp.gated and is_plain and mlp.activation in ACTIVATIONS
 
 
 def _has_moe(moe: MoeSpec) -> bool:
     """Return whether Megatron has such experts and such a router."""
     own_experts = not moe.gated or moe.activation not in ACTIVATIONS or moe.interleaved or moe.expert_bias
-    own_experts = own_experts or moe.latent is not None or moe.weigh_input or moe.beside_mlp
+    own_experts = own_experts or moe.latent is not None or moe.weigh_input or moe.beside_mlp or moe.weighed_shared > 0
     own_router = moe.score == "sqrtsoftplus" or moe.router_bias or bool(moe.hash_vocab)
     own_router |= moe.score == "sigmoid" and not moe.norm_topk_prob
     own_router |= moe.score == "softmax" and moe.correction

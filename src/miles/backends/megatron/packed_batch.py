@@ -28,7 +28,7 @@ from miles.backends.megatron.router import RouterBalance, RouterLoss
 from miles.core.errors import MilesError, UsageError
 from miles.kernels.attention.bidirectional_spans import BidirectionalSpansBackend
 from miles.kernels.attention.indexer_replay import IndexerSelections
-from miles.kernels.attention.params import AttentionInputs, IndexerInputs
+from miles.kernels.attention.params import AttentionInputs, IndexerInputs, RelativeBias
 from miles.kernels.attention.tree import Segment, TreeAttentionBackend
 from miles.kernels.attention.varlen import FreshRecurrentState
 from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend
@@ -189,6 +189,8 @@ class PackedAttention(AttentionBackend, Protocol):
 
     def drop_selection(self, layer: int) -> None: ...
 
+    def attend_relative(self, layer: int, inputs: AttentionInputs, bias: RelativeBias) -> Tensor: ...
+
 
 class GatheredKVAttention:
     """An AttentionBackend of this rank's queries over the keys and values of all context-parallel ranks.
@@ -215,6 +217,12 @@ class GatheredKVAttention:
         if isinstance(index, IndexerInputs):
             index = replace(index, k_Td=self._gather(index.k_Td))
         return self._inner(layer, inputs._replace(k_TGd=k_MGd, v_TGe=v_MGe, indexer=index))
+
+    def attend_relative(self, layer: int, inputs: AttentionInputs, bias: RelativeBias) -> Tensor:
+        """Attend with a relative position bias."""
+        both = (inputs.k_TGd.shape[-1], inputs.v_TGe.shape[-1])
+        k_MGd, v_MGe = self._gather(torch.cat((inputs.k_TGd, inputs.v_TGe), -1)).split(both, -1)
+        return self._inner.attend_relative(layer, inputs._replace(k_TGd=k_MGd, v_TGe=v_MGe), bias)
 
     def _gather(self, x_t: Tensor) -> Tensor:
         return gather_from_sequence_parallel_region(x_t.contiguous(), group=self._group.process_group)

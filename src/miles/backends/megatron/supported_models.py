@@ -11,7 +11,6 @@ from miles.models.spec import (
     LayerSpec,
     MlaSpec,
     MoeSpec,
-    RelativeAttentionSpec,
 )
 
 
@@ -72,8 +71,6 @@ def _unsupported_part(layer: LayerSpec) -> str | None:
         return "experts that are looked up by token (hash routing)"
     if layer.altup is not None or layer.hyper is not None:
         return "several residual streams"
-    if layer.output_kernel:
-        return "convolutions of its outputs"
     return "an input of its own (per-layer embeddings)" if layer.per_layer_size else None
 
 
@@ -81,8 +78,6 @@ def _unsupported_mixer(layer: LayerSpec) -> str | None:
     mixer = layer.mixer
     if isinstance(mixer, CompressedAttentionSpec):
         return "compressed attention"
-    if isinstance(mixer, RelativeAttentionSpec):
-        return "attention with a relative position bias"
     if not isinstance(mixer, AttentionSpec):
         return None
     if mixer.indexer is not None:

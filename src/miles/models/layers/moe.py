@@ -374,18 +374,23 @@ class MoeMlp(nn.Module):
     def forward(self, x: Tensor | QuantizedActivation, routing: Routing | None) -> Tensor:
         """Return the output of the experts and, unless they are beside an MLP, of ``shared``."""
         x_TD = _read_wide(x)
-        if self.shared_experts is None:
-            return self.run_experts(x, *self.route_tokens(x_TD, routing))
-        weights_Tk, experts_Tk, shared_TS = self._route_with_shared(x_TD, routing)
-        return self.run_experts(x, weights_Tk, experts_Tk) + self.shared_experts(x_TD, shared_TS)
+        weights_Tk, experts_Tk, *shared = self.route_tokens(x_TD, routing)
+        out_TD = self.run_experts(x, weights_Tk, experts_Tk)
+        return out_TD if self.shared_experts is None else out_TD + self.shared_experts(x_TD, *shared)
 
-    def route_tokens(self, x_TD: Tensor, routing: Routing | None) -> tuple[Tensor, Tensor]:
-        """``route`` for this module's input, which experts beside an MLP normalize first."""
+    def route_tokens(self, x_TD: Tensor, routing: Routing | None) -> tuple[Tensor, ...]:
+        """``route`` for this module's input, which experts beside an MLP normalize first.
+
+        If the router weighs shared experts, their weights follow, [T, S].
+        """
+        if self.shared_experts is not None:
+            return self._route_with_shared(x_TD, routing)
         return self.route(x_TD if self.expert_norm is None else self._normalise_for_router(x_TD), routing)
 
     def compute_router_logits(self, x_TD: Tensor) -> Tensor:
-        """Return the router's logits for this module's input."""
-        return self._score(x_TD if self.expert_norm is None else self._normalise_for_router(x_TD))[0]
+        """Return the router's logits of experts that it selects, for this module's input."""
+        logits_TX = self._score(x_TD if self.expert_norm is None else self._normalise_for_router(x_TD))[0]
+        return logits_TX[:, : self.spec.num_experts]
 
     def run_experts(self, x: Tensor | QuantizedActivation, weights_Tk: Tensor, experts_Tk: Tensor) -> Tensor:
         """Return the output of the routed experts and, unless they are beside an MLP, of ``shared``."""
