@@ -62,6 +62,7 @@ LM_HEAD = "lm_head.weight"
 TIED = "embedding.weight"
 """The parameter of which the last stage has a copy if the head is tied."""
 
+_RESIDUAL = ("altup.", "hyper_head.", "per_layer.")
 _EXPERTS = ("moe.gate_up", "moe.down")
 # MLA down-projections: sharded over tensor-parallel ranks, except with Transformer Engine and batch-invariant layers.
 _LATENT = ("mla.q_a.weight", "mla.kv_a.weight")
@@ -172,18 +173,18 @@ def parse_layer_index(name: str) -> int | None:
 def megatron_names(name: str) -> tuple[str, ...]:
     """Return the possible names of a decoder parameter in Megatron's modules, inside its layer or the model."""
     if not name.startswith("layers."):
-        return (_TOP.get(name, name),)
+        return (f"residual.{name}" if name.startswith(_RESIDUAL) else _TOP.get(name, name),)
     suffix = name.split(".", 2)[2]
     module, _, last = suffix.rpartition(".")
     return _LAYER.get(suffix) or tuple(f"{there}.{last}" for there in _LAYER.get(module, ()))
 
 
 def possible_names(name: str) -> tuple[str, ...]:
-    """Return ``megatron_names``, and the name of a layer's parameter in a module of the decoder, which is the decoder's
-    name inside Megatron's self-attention or MLP.
+    """Return ``megatron_names``, and the names of a layer's parameter in a module of the decoder, which are the
+    decoder's name inside Megatron's self-attention or MLP, beside these, or inside what reads residual streams.
     """
     if not name.startswith("layers."):
         return megatron_names(name)
     suffix = name.split(".", 2)[2]
     home = "self_attention" if suffix.partition(".")[0] in MIXER_NAMES else "mlp"
-    return (*megatron_names(name), f"{home}.{suffix}")
+    return (*megatron_names(name), f"{home}.{suffix}", suffix, f"streams.{suffix}")
