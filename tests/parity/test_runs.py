@@ -93,7 +93,7 @@ def test_a_critic_that_cannot_be_exact_is_refused(tmp_path):
 
 
 def test_a_server_refuses_too(tmp_path):
-    hf_model("inkling").save_pretrained(tmp_path)
+    hf_model("qwen3", head_dim=512).save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="--parity exact does not work with this model: layer"):
         read_serve_config([str(tmp_path), "--parity", "exact"])
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from miles.kernels.numerics import MAX_HEAD_DIM
 from miles.models.hf_adapter.spec import HfAdapterSpec
-from miles.models.residual_spec import GatedResidualSpec
 from miles.models.spec import (
     AttentionSpec,
     CompressedAttentionSpec,
     DecoderSpec,
     Mixer,
-    PoolIndexerSpec,
-    RelativeAttentionSpec,
     is_sparse,
 )
 
@@ -20,18 +17,12 @@ def check_batch_invariance(spec: DecoderSpec) -> str | None:
     """Return why a model has no batch-invariant kernels (the end of a sentence), or None if it has."""
     if isinstance(spec, HfAdapterSpec):
         return f"{spec.architecture} is computed by transformers, whose operations are not batch-invariant"
-    if isinstance(spec.hyper, GatedResidualSpec):
-        return "its residual streams (gated hyper-connections) are read by operations that are not batch-invariant"
     problems = ((i, _check_mixer(layer.mixer)) for i, layer in enumerate(spec.layers))
     return next((f"layer {i} {problem}" for i, problem in problems if problem is not None), None)
 
 
 def _check_mixer(mixer: Mixer | None) -> str | None:
     match mixer:
-        case AttentionSpec(indexer=PoolIndexerSpec()):
-            return "selects pools of tokens by mean keys, whose selection depends on rounding"
-        case RelativeAttentionSpec():
-            return "adds a relative position bias to scores, which no batch-invariant kernel does"
         case AttentionSpec() if mixer.head_dim > MAX_HEAD_DIM:
             return f"has heads of {mixer.head_dim} channels, more than the {MAX_HEAD_DIM} of batch-invariant kernels"
         case _:

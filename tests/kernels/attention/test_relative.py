@@ -9,8 +9,10 @@ from miles.kernels.attention import eager, relative
 from miles.kernels.attention.gpu_backend import TritonAttentionBackend
 from miles.kernels.attention.paged import KvShape, PagedAttentionBackend, PagedKVCache, build_attention_metadata
 from miles.kernels.attention.params import AttentionInputs, AttentionParams, RelativeAttentionBackend, RelativeBias
-from miles.kernels.attention.tree import TreeAttentionBackend
+from miles.kernels.attention.tree import Segment, TreeAttentionBackend
 from miles.kernels.attention.varlen import VarlenAttentionBackend
+from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend, BatchInvariantVarlenBackend
+from miles.kernels.batch_invariant.paged_attention import BatchInvariantPagedBackend
 
 HEADS, GROUPS, SIZE, RANK, EXTENT = 4, 2, 6, 3, 5
 LENGTHS = (9, 1, 13)
@@ -78,6 +80,44 @@ def test_pages_filled_in_chunks_give_the_same(window):
         found = backend.attend_relative(0, part, bias._replace(weights_THr=bias.weights_THr[rows]))
         torch.testing.assert_close(found, wanted[rows])
         done = [n + count for n, count in zip(done, counts, strict=True)]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_batch_invariant_outputs_and_gradients_are_those_of_the_definition_too(window):
+    inputs, bias = inputs_of(sum(LENGTHS), window)
+    leaves = [x.requires_grad_() for x in (*inputs[:3], *bias)]
+    wanted = by_definition(inputs, bias, LENGTHS)
+    grad = random(*wanted.shape, seed=5)
+    wanted_grads = torch.autograd.grad(wanted, leaves, grad)
+    found = BatchInvariantVarlenBackend(LENGTHS, "cpu").attend_relative(0, inputs, bias)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(torch.autograd.grad(found, leaves, grad), wanted_grads)
+    # The same sequences in another order, whose last one has its first tokens elsewhere.
+    segments = [
+        Segment(runs=((10, 13),), length=5),
+        Segment(runs=((0, 9),), length=9),
+        Segment(runs=((9, 1),), length=1),
+    ]
+    rows = torch.tensor([*range(18, 23), *range(10)])
+    part = inputs._replace(q_THd=inputs.q_THd[rows])
+    backend = BatchInvariantTreeBackend(segments, "cpu", keys=sum(LENGTHS))
+    again = backend.attend_relative(0, part, bias._replace(weights_THr=bias.weights_THr[rows]))
+    assert torch.equal(again, found[rows])
+
+
+def test_batch_invariant_bits_do_not_depend_on_pages_or_on_other_queries():
+    inputs, bias = inputs_of(12, 7)
+    inputs, bias = (type(x)(*(t.float() if isinstance(t, Tensor) else t for t in x)) for x in (inputs, bias))
+    whole = BatchInvariantVarlenBackend([12], "cpu").attend_relative(0, inputs, bias)
+    cache = PagedKVCache([KvShape(GROUPS, SIZE, SIZE)], pages=5, page_size=3, device=CPU, dtype=torch.float32)
+    table, done = np.array([[3, 0, 4, 1]]), 0
+    for count in (5, 1, 1, 4, 1):
+        rows = slice(done, done + count)
+        part = AttentionInputs(*(x[rows] for x in inputs[:3]), inputs.params)
+        backend = BatchInvariantPagedBackend(cache, np.array([done]), np.array([count]), table, 3)
+        found = backend.attend_relative(0, part, bias._replace(weights_THr=bias.weights_THr[rows]))
+        assert torch.equal(found, whole[rows])
+        done += count
 
 
 def test_distances_without_a_bias_have_none():

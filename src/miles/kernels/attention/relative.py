@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from miles.kernels.attention.eager import as_operand, matmul_wide, max_scores_at_once
 
-__all__ = ["gather_bias", "relative_attention"]
+__all__ = ["gather_bias", "index_distances", "relative_attention"]
 
 
 def relative_attention(
@@ -39,11 +39,11 @@ def relative_attention(
 
 def gather_bias(profile_xQE: Tensor, distance_xQK: Tensor) -> Tensor:
     """The bias of each query's keys, [..., Q, K], from that of every distance; zero outside 0 to E - 1."""
-    index = _index_distances(distance_xQK, profile_xQE.shape[-1])
+    index = index_distances(distance_xQK, profile_xQE.shape[-1])
     return F.pad(profile_xQE, (0, 1)).gather(-1, index.expand(*profile_xQE.shape[:-1], -1))
 
 
-def _index_distances(distance: Tensor, extent: int) -> Tensor:
+def index_distances(distance: Tensor, extent: int) -> Tensor:
     """Distances, and ``extent`` for those that have no bias."""
     return torch.where((distance >= 0) & (distance < extent), distance, extent)
 
@@ -193,7 +193,7 @@ def _scores(part: _Slice, operands: _Operands, settings: _Settings) -> Tensor:
 def _scatter_bias(d_NRK: Tensor, part: _Slice, extent: int) -> Tensor:
     """The gradient of every distance's bias, [N, h * Q, E]: each distance is that of one key at most."""
     d_NhQK = d_NRK.unflatten(1, (-1, part.hi - part.lo))
-    index_QK = _index_distances(part.list_distances(d_NRK.device), extent)
+    index_QK = index_distances(part.list_distances(d_NRK.device), extent)
     summed = d_NhQK.new_zeros(*d_NhQK.shape[:3], extent + 1)
     # Those without a bias would meet in one place, in any order: they are zeros.
     kept_NhQK = d_NhQK.masked_fill(index_QK == extent, 0.0)

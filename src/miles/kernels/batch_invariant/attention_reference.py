@@ -12,8 +12,8 @@ sees nothing leaves its state unchanged.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -41,6 +41,29 @@ _CHANNEL_MULTIPLE = 16
 _MAX_SCORES = 1 << 24
 
 
+class TileBias(Protocol):
+    """What is added to scores, by how far a key is behind its query."""
+
+    def __call__(self, token_bm: Tensor, head_bm: Tensor, /) -> Callable[[Tensor], Tensor]:
+        """Return what maps the distances of keys, [b, m, n], to what is added for these queries."""
+        ...
+
+
+class SliceBias(Protocol):
+    """What is added to scores in backward, and its gradient; ``extent`` is the number of distances."""
+
+    @property
+    def extent(self) -> int: ...
+
+    def compute(self, rows_AQ: Tensor, distance_QN: Tensor, groups: int, /) -> Tensor:
+        """Return what was added to the scores of these queries, [A, G, R, N]."""
+        ...
+
+    def accumulate(self, rows_AQ: Tensor, distance_QN: Tensor, grad_AGRN: Tensor, /) -> None:
+        """Add the gradient of these scores."""
+        ...
+
+
 class SoftmaxState(NamedTuple):
     """The largest score so far, the sum of exponentials relative to it, and the sum of values so weighted."""
 
@@ -57,11 +80,14 @@ def reference_attention(
     params: AttentionParams,
     sinks_H: Tensor | None = None,
     selection: Selection | None = None,
+    bias: TileBias | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query, [T, H, e], and its log-sum-exp, [T, H].
 
-    With a ``selection`` a query attends only to these positions of its span.
+    With a ``selection`` a query attends only to these positions of its span. ``bias`` is added to scaled scores; each
+    query then attends up to its own position.
     """
+    assert bias is None or spans.ends_T is None, "attention with a position bias is causal"
     wide = torch.promote_types(q_THd.dtype, torch.float32)
     heads, groups, values = q_THd.shape[1], k_SGd.shape[1], v_SGe.shape[2]
     out_THe = q_THd.new_empty(len(q_THd), heads, values)
@@ -70,7 +96,8 @@ def reference_attention(
     row_K = None if spans.row_K is None else _to_device(spans.row_K, q_THd)
     for first in range(0, len(tiles.end_I), _TILES_AT_ONCE):
         tiles_b = _select_tiles(tiles, first)
-        state, token_bm, head_bm = _attend_tiles(q_THd, k_SGd, v_SGe, row_K, tiles_b, params, wide, selection)
+        restrictions = (params, wide, selection, bias)
+        state, token_bm, head_bm = _attend_tiles(q_THd, k_SGd, v_SGe, row_K, tiles_b, *restrictions)
         max_bm1, sum_bm1, out_bmE = state
         if sinks_H is not None:
             sum_bm1 = sum_bm1 + _exp_tiles(sinks_H.to(wide)[head_bm].unsqueeze(-1) - max_bm1)
@@ -102,6 +129,7 @@ def _attend_tiles(
     params: AttentionParams,
     wide: torch.dtype,
     selection: Selection | None,
+    bias: TileBias | None,
 ) -> tuple[SoftmaxState, Tensor, Tensor]:
     """The state of these tiles after all their keys; the queries' tokens and heads."""
     token_bm, head_bm, low_bm, high_bm = (
@@ -115,6 +143,7 @@ def _attend_tiles(
     begin, end = int(tiles_b.begin_I.min()), int(tiles_b.end_I.max())
     low_bm1, high_bm1 = low_bm[..., None] if tiles_b.low_Im.any() else None, high_bm[..., None]
     keys, values = (_RowGatherer(x, len(group_b1), wide) for x in (k_SGd, v_SGe))
+    read_bias = None if bias is None else bias(token_bm, head_bm)
     state = None
     for chunk in range(begin // CHUNK * CHUNK, end, CHUNK):
         chunk_state = None
@@ -128,9 +157,11 @@ def _attend_tiles(
             if selection is not None:
                 hidden_bmn |= ~_read_selection(selection, key_n, token_bm, group_b1)
             # Contiguous: some libraries are many times slower with a transposed operand.
-            dot_bmn = matmul_tiles(q_bmD, keys.gather(row_bn, group_b1).mT.contiguous())
+            score_bmn = _scores(matmul_tiles(q_bmD, keys.gather(row_bn, group_b1).mT.contiguous()), params)
+            if read_bias is not None:
+                score_bmn += read_bias(high_bm1 - key_n)
             chunk_state = _attend_block(
-                chunk_state, _scores(dot_bmn, params), hidden_bmn, values.gather(row_bn, group_b1), v_SGe.dtype
+                chunk_state, score_bmn, hidden_bmn, values.gather(row_bn, group_b1), v_SGe.dtype
             )
         assert chunk_state is not None
         state = chunk_state if state is None else _merge_states(state, chunk_state)
@@ -252,6 +283,7 @@ def reference_attention_backward(
     spans: AttentionSpans,
     params: AttentionParams,
     selection: Selection | None = None,
+    bias: SliceBias | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, and the dot products of gradient and output, [T, H].
 
@@ -262,9 +294,10 @@ def reference_attention_backward(
     wide = lse_TH.dtype
     delta_TH = (grad_THe.to(wide) * out_THe.to(wide)).sum(-1)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (q_THd, k_SGd, v_SGe))
-    heads = q_THd.shape[1]
-    for count, keys, span_A in _group_equal_spans(spans, heads):
-        step = max(1, _MAX_SCORES // (heads * keys))
+    heads, groups = q_THd.shape[1], k_SGd.shape[1]
+    least = 1 if bias is None else bias.extent
+    for count, keys, span_A in _group_equal_spans(spans, heads, least):
+        step = max(1, _MAX_SCORES // (heads * max(keys, least)))
         for lo in range(0, count, step):
             hi, past = min(count, lo + step), keys - count
             position_Q = np.arange(past + lo, past + hi)
@@ -280,23 +313,31 @@ def reference_attention_backward(
             if selection is not None:
                 unit_N = torch.arange(begin, end, device=q_THd.device).div_(selection.size, rounding_mode="floor")
                 selected_AQXN = selection.units_TXU[rows].index_select(3, unit_N)
-            dq[rows], dk_AN, dv_AN = _slice_backward(
-                query_tensors, k_SGd[keys_AN].to(wide), v_SGe[keys_AN].to(wide), visible, params, selected_AQXN
+            distance_QN, bias_AGRN = visible[1][:, None] - torch.arange(end - begin, device=q_THd.device), None
+            if bias is not None:
+                bias_AGRN = bias.compute(rows, distance_QN, groups)
+            kv = k_SGd[keys_AN].to(wide), v_SGe[keys_AN].to(wide)
+            dq[rows], dk_AN, dv_AN, ds_AGRN = _slice_backward(
+                query_tensors, *kv, visible, params, selected_AQXN, bias_AGRN
             )
+            if bias is not None:
+                bias.accumulate(rows, distance_QN, ds_AGRN)
             dk[keys_AN] += dk_AN
             dv[keys_AN] += dv_AN
     return dq.to(q_THd.dtype), dk.to(k_SGd.dtype), dv.to(v_SGe.dtype), delta_TH
 
 
-def _group_equal_spans(spans: AttentionSpans, heads: int) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
+def _group_equal_spans(spans: AttentionSpans, heads: int, least: int) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
     """Spans with equal numbers of queries and keys, as many at once as their scores permit; they share no key.
+
+    A query has ``least`` scores at least.
 
     If queries attend beyond their own position, which differs from span to span, each span is alone.
     """
     sizes_N2, offset_N = np.unique(np.stack((spans.count_N, spans.keys_N), 1), axis=0, return_inverse=True)
     for number, (count, keys) in enumerate(sizes_N2.tolist()):
         equal = np.flatnonzero(offset_N.reshape(-1) == number)
-        max_spans = max(1, _MAX_SCORES // (heads * count * keys)) if spans.ends_T is None else 1
+        max_spans = max(1, _MAX_SCORES // (heads * count * max(keys, least))) if spans.ends_T is None else 1
         for first in range(0, len(equal), max_spans):
             yield count, keys, equal[first : first + max_spans]
 
@@ -308,8 +349,12 @@ def _slice_backward(
     visible: Tensor,
     params: AttentionParams,
     selected_AQXN: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Some queries of spans of equal size, and all keys they see; ``seen`` are the first and last of each."""
+    bias_AGRN: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Some queries of spans of equal size, and all keys they see, from the first to the last of ``visible``.
+
+    Returns the gradients of queries, keys and values, and of the scores that ``bias_AGRN`` was added to.
+    """
     groups, queries = k_ANGd.shape[2], visible.shape[1]
     grad, q, lse, delta = (x.unflatten(2, (groups, -1)).movedim(1, 3).flatten(2, 3) for x in query_tensors)
     k_AGNd, v_AGNe = k_ANGd.transpose(1, 2).contiguous(), v_ANGe.transpose(1, 2).contiguous()
@@ -317,6 +362,8 @@ def _slice_backward(
     low_R1, high_R1 = (each.repeat(queries_per_kv)[:, None] for each in visible)
     offset_N = torch.arange(k_ANGd.shape[1], device=k_ANGd.device)
     score_AGRN = _scores(q @ k_AGNd.mT, params)
+    if bias_AGRN is not None:
+        score_AGRN = score_AGRN + bias_AGRN
     hidden = (offset_N < low_R1) | (offset_N > high_R1)
     if selected_AQXN is not None:
         hidden = hidden | ~selected_AQXN.transpose(1, 2).repeat(1, 1, queries_per_kv, 1)
@@ -324,9 +371,9 @@ def _slice_backward(
     ds_AGRN = p_AGRN * (grad @ v_AGNe.mT - delta[..., None])
     if params.softcap is not None:
         ds_AGRN = ds_AGRN * (1 - (score_AGRN / params.softcap) ** 2)
-    ds_AGRN = ds_AGRN * params.scale
-    dq_AQHd = (ds_AGRN @ k_AGNd).unflatten(2, (queries_per_kv, queries)).movedim(3, 1).flatten(2, 3)
-    return dq_AQHd, (ds_AGRN.mT @ q).transpose(1, 2), (p_AGRN.mT @ grad).transpose(1, 2)
+    dot_AGRN = ds_AGRN * params.scale
+    dq_AQHd = (dot_AGRN @ k_AGNd).unflatten(2, (queries_per_kv, queries)).movedim(3, 1).flatten(2, 3)
+    return dq_AQHd, (dot_AGRN.mT @ q).transpose(1, 2), (p_AGRN.mT @ grad).transpose(1, 2), ds_AGRN
 
 
 def compute_sink_grad(sinks_H: Tensor, lse_TH: Tensor, delta_TH: Tensor) -> Tensor:

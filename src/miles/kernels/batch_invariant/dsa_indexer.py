@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from miles.kernels.attention.index_pools import GatedPool
 from miles.kernels.attention.indexer_replay import IndexerSelections
-from miles.kernels.attention.params import BlockIndexerInputs, IndexerInputs
+from miles.kernels.attention.params import BlockIndexerInputs, IndexerInputs, KeyPool
 from miles.kernels.attention.topk_positions import list_selected
 from miles.kernels.batch_invariant.attention_metadata import AttentionSpans, Selection
 from miles.kernels.batch_invariant.attention_reference import BLOCK, matmul_tiles, pad_channels, tile_rows
@@ -53,8 +53,7 @@ def select_tokens(index: SparseIndexer, keys_Sx: Tensor, spans: AttentionSpans) 
     for first, count, start, keys in zip(*columns, strict=True):
         span_Kx = keys_Sx[start : start + keys] if row_K is None else keys_Sx[row_K[start : start + keys]]
         if not is_blocks and index.pool is not None:
-            assert isinstance(index.pool, GatedPool), "other pools have no batch-invariant keys"
-            span_Kx = _pool_keys(span_Kx, index.pool.bias_Pd)
+            span_Kx = _pool_keys(span_Kx, index.pool)
         for low in range(0, count, step):
             high = min(low + step, count)
             rows = slice(first + low, first + high)
@@ -161,9 +160,11 @@ def select_positions(scores_QK: Tensor, topk: int) -> Tensor:
     return scores_QK.sort(dim=-1, descending=True, stable=True).indices[..., :topk]
 
 
-def _pool_keys(keys_Kx: Tensor, bias_Pd: Tensor) -> Tensor:
-    """The keys of complete pools, [p, d]: ``index_pools.pool_index_keys``, rounded once."""
-    size = len(bias_Pd)
+def _pool_keys(keys_Kx: Tensor, pool: KeyPool) -> Tensor:
+    """The keys of complete pools, [p, d]; ``index_pools.pool_index_keys`` is rounded once."""
+    if not isinstance(pool, GatedPool):
+        return pool(keys_Kx)  # in the numerics of its norm
+    bias_Pd, size = pool.bias_Pd, pool.size
     pools = len(keys_Kx) // size
     keys_pPd, gates_pPd = keys_Kx[: pools * size].unflatten(0, (pools, size)).chunk(2, -1)
     wide = torch.promote_types(keys_Kx.dtype, torch.float32)

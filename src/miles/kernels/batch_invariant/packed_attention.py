@@ -15,7 +15,7 @@ from torch import Tensor
 from miles.kernels.attention.compressed import CompressorInputs
 from miles.kernels.attention.gather_rows import RowGather, gather_rows
 from miles.kernels.attention.indexer_replay import IndexerSelections
-from miles.kernels.attention.params import AttentionInputs
+from miles.kernels.attention.params import AttentionInputs, RelativeBias
 from miles.kernels.attention.tree import Segment
 from miles.kernels.attention.varlen import FreshRecurrentState
 from miles.kernels.batch_invariant.attention import span_attention
@@ -27,6 +27,7 @@ from miles.kernels.batch_invariant.attention_metadata import (
 )
 from miles.kernels.batch_invariant.compressed_attention import CompressedLayers
 from miles.kernels.batch_invariant.dsa_indexer import SparseIndexer, replay_tokens, select_tokens
+from miles.kernels.batch_invariant.relative_attention import relative_span_attention
 from miles.kernels.runtime.kv_cache import Ints
 
 
@@ -61,6 +62,17 @@ class _SpanBackend:
         batch = self._causal if params.ignores_spans else self._batch
         selection = None if index is None else self._select_tokens(layer, index)
         return span_attention(q_THd, k_MGd, v_MGe, batch, params, sinks_H, selection)
+
+    def attend_relative(self, layer: int, inputs: AttentionInputs, bias: RelativeBias) -> Tensor:
+        """Attend with a relative position bias."""
+        total = self._batch.spans.queries
+        assert len(inputs.q_THd) == total, f"got {len(inputs.q_THd)} queries for spans of {total} in all"
+        k_MGd, v_MGe = inputs.k_TGd, inputs.v_TGe
+        if self._gather is not None:
+            k_MGd, v_MGe = gather_rows(k_MGd, self._gather), gather_rows(v_MGe, self._gather)
+        if not total:
+            return sum((x.sum() for x in (k_MGd, v_MGe, *bias)), start=inputs.q_THd)
+        return relative_span_attention(inputs._replace(k_TGd=k_MGd, v_TGe=v_MGe), bias, self._causal.spans)
 
     def attend_compressed(self, layer: int, inputs: AttentionInputs, compressor: CompressorInputs) -> Tensor:
         """Attend to a window of tokens and to compressed keys."""

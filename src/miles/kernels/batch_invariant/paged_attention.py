@@ -16,7 +16,7 @@ from torch import Tensor
 from miles.kernels.attention.compressed import CompressorInputs, list_windows
 from miles.kernels.attention.gpu_backend import DecodeShape, SplitKVPlans, TritonAttentionBackend
 from miles.kernels.attention.indexer_replay import IndexerSelections
-from miles.kernels.attention.params import AttentionInputs, AttentionParams, IndexerInputs
+from miles.kernels.attention.params import AttentionInputs, AttentionParams, IndexerInputs, RelativeBias
 from miles.kernels.batch_invariant.attention import span_attention
 from miles.kernels.batch_invariant.attention_metadata import Selection, SpanBatch, build_paged_spans
 from miles.kernels.batch_invariant.attention_paged import decode_attention, prefill_attention
@@ -30,6 +30,7 @@ from miles.kernels.batch_invariant.compressed_attention import (
     select_windows,
 )
 from miles.kernels.batch_invariant.dsa_indexer import SparseIndexer, record_tokens, select_tokens
+from miles.kernels.batch_invariant.relative_attention import relative_span_attention
 from miles.kernels.fused.qk_norm_rope import QKNormRopeParams
 from miles.kernels.numerics import BATCH_INVARIANT, MAX_HEAD_DIM
 from miles.kernels.runtime.kv_cache import Ints, LayerKVCache, PagedKVCache, PooledRecurrentState, StepStates
@@ -103,6 +104,19 @@ class BatchInvariantPagedBackend:
         values_KGe = values.read_slots(row_K)
         # On a GPU the trainer's attention: models that this backend serves there have no paged Triton kernels.
         return span_attention(q_THd, keys_KGd, values_KGe, gathered, params, sinks_H, selection)
+
+    def attend_relative(self, layer: int, inputs: AttentionInputs, bias: RelativeBias) -> Tensor:
+        """Attend with a relative position bias."""
+        cache, slots_T = self._cache.layers[layer], self._slots_T.to(inputs.q_THd.device)
+        assert cache.values is not None, "a layer with a position bias has keys and values"
+        cache.keys.write(slots_T, inputs.k_TGd)
+        cache.values.write(slots_T, inputs.v_TGe)
+        if cache.keys.scales is None:
+            kv, spans = (cache.keys.slots, cache.values.slots), replace(self._spans, ends_T=None)
+        else:
+            row_K = self._rows_K.to(inputs.q_THd.device)
+            kv, spans = (cache.keys.read_slots(row_K), cache.values.read_slots(row_K)), self._gathered_causal.spans
+        return relative_span_attention(inputs._replace(k_TGd=kv[0], v_TGe=kv[1]), bias, spans)
 
     def attend_compressed(self, layer: int, inputs: AttentionInputs, compressor: CompressorInputs) -> Tensor:
         """Attend to a window of tokens and to compressed keys."""

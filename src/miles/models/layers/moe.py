@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from miles.kernels.batch_invariant import topk_router as invariant_router
-from miles.kernels.batch_invariant.activation import sigmoid
+from miles.kernels.batch_invariant.activation import gated_activation as invariant_gate
+from miles.kernels.batch_invariant.activation import sigmoid, softplus
+from miles.kernels.batch_invariant.elementwise import softmax, sum_in_order
 from miles.kernels.fused.activation import gated_activation
 from miles.kernels.fused.gemv import linear
 from miles.kernels.lora.experts import ExpertFactors, ExpertLora
@@ -167,22 +169,34 @@ class SharedExperts(nn.Module):
     ``factor`` multiplies all weights of the router, of routed experts too.
     """
 
-    def __init__(self, width: int, spec: MoeSpec, *, device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, width: int, spec: MoeSpec, *, device: torch.device | str, dtype: torch.dtype, numerics: Numerics
+    ) -> None:
         super().__init__()
         self.activation: Activation = spec.activation
         self.interleaved = spec.interleaved
+        self.numerics = numerics
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.factor = nn.Parameter(torch.empty(1, **factory))
         self.gate_up = nn.Parameter(torch.empty(spec.weighed_shared, 2 * spec.size, width, **factory))
         self.down = nn.Parameter(torch.empty(spec.weighed_shared, width, spec.size, **factory))
 
     def forward(self, x_TD: Tensor, weights_TS: Tensor) -> Tensor:
-        inner_TX = F.linear(x_TD, self.gate_up.flatten(0, 1))
+        inner_TX = linear(x_TD, self.gate_up.flatten(0, 1), numerics=self.numerics)
         inner_TSF = inner_TX.unflatten(-1, (len(self.gate_up), -1))
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        if self.numerics.batch_invariant:
+            inner_TSI = invariant_gate(inner_TSF, self.activation, interleaved=self.interleaved)
+            weighed = (inner_TSI * weights_TS.unsqueeze(-1)).unbind(1)
+            outs = [
+                linear(x_TI, down_DI, numerics=self.numerics)
+                for x_TI, down_DI in zip(weighed, self.down.unbind(0), strict=True)
+            ]
+            return sum_in_order([out_TD.to(wide) for out_TD in outs]).to(x_TD.dtype)
         inner_TSI = gated_activation(inner_TSF, self.activation, interleaved=self.interleaved)
         weighed_STI = (inner_TSI * weights_TS.unsqueeze(-1)).transpose(0, 1)
         out_STD = torch.bmm(weighed_STI, self.down.transpose(1, 2))
-        return out_STD.sum(0, dtype=torch.promote_types(out_STD.dtype, torch.float32)).to(x_TD.dtype)
+        return out_STD.sum(0, dtype=wide).to(x_TD.dtype)
 
 
 class MoeMlp(nn.Module):
@@ -225,7 +239,7 @@ class MoeMlp(nn.Module):
         inner, count = spec.latent or width, spec.num_experts
         rows = 2 * spec.size if spec.gated else spec.size
         self.router = Linear(width, count + spec.weighed_shared, bias=spec.router_bias, **layer_factory)
-        self.shared_experts = SharedExperts(width, spec, **factory) if spec.weighed_shared else None
+        self.shared_experts = SharedExperts(width, spec, **layer_factory) if spec.weighed_shared else None
         self.correction, self.expert_table = _build_selection(spec, device)
         self._fused_router = _is_plain_softmax(spec)
         first = nn.Parameter(torch.empty(count, rows, inner, **factory))
@@ -256,13 +270,21 @@ class MoeMlp(nn.Module):
 
     def _route_with_shared(self, x_TD: Tensor, routing: Routing | None) -> tuple[Tensor, Tensor, Tensor]:
         """Weigh the selected and the shared experts together: the softmax of the logarithms of their sigmoids."""
-        assert self.shared_experts is not None and not self.numerics.batch_invariant
+        assert self.shared_experts is not None
         shapes = (self.spec.num_experts, self.spec.weighed_shared)
-        logits_TE, shared_TS = self._score(x_TD)[0].split(shapes, -1)
-        experts_Tk = self._select_experts(logits_TE.detach(), logits_TE.detach().sigmoid())
+        is_invariant = self.numerics.batch_invariant
+        logits_TX = self._score_invariant(x_TD) if is_invariant else self._score(x_TD)[0]
+        logits_TE, shared_TS = logits_TX.split(shapes, -1)
+        own_TE = logits_TE.detach()
+        if is_invariant:
+            scores_TE = invariant_router.compute_scores(own_TE, "sigmoid")
+            experts_Tk = self._select_experts(own_TE, scores_TE, invariant_router.stable_topk)
+        else:
+            experts_Tk = self._select_experts(own_TE, own_TE.sigmoid())
         if routing is not None:
             experts_Tk = routing.choose(self.slot, experts_Tk)
-        all_TX = F.logsigmoid(torch.cat((logits_TE.gather(-1, experts_Tk), shared_TS), -1)).softmax(-1)
+        all_TX = torch.cat((logits_TE.gather(-1, experts_Tk), shared_TS), -1)
+        all_TX = softmax(-softplus(-all_TX)) if is_invariant else F.logsigmoid(all_TX).softmax(-1)
         all_TX = (all_TX * self.spec.scale * self.shared_experts.factor).to(x_TD.dtype)
         weights_Tk, gammas_TS = all_TX.split((self.spec.experts_per_token, self.spec.weighed_shared), -1)
         return weights_Tk, experts_Tk, gammas_TS
@@ -308,11 +330,7 @@ class MoeMlp(nn.Module):
         """``route`` with batch-invariant kernels: bitwise the same in engine and trainer."""
         spec = self.spec
         fp32 = torch.promote_types(x_TD.dtype, torch.float32)
-        if self._fused_router or (spec.score == "softmax" and not spec.wide_router):
-            logits_TE = self.router(x_TD)
-        else:
-            bias_E = None if self.router.bias is None else self.router.bias.to(fp32)
-            logits_TE = linear(x_TD.to(fp32), self.router.weight.to(fp32), bias_E, numerics=self.numerics)
+        logits_TE = self._score_invariant(x_TD)
         choose = None if routing is None else partial(routing.choose, self.slot)
         weights_Tk, experts_Tk = route_batch_invariant(
             spec,
@@ -323,6 +341,14 @@ class MoeMlp(nn.Module):
             replays=routing is not None and routing.replay_TLk is not None,
         )
         return self._scale_weights(weights_Tk, experts_Tk).to(x_TD.dtype), experts_Tk
+
+    def _score_invariant(self, x_TD: Tensor) -> Tensor:
+        """Return the router logits of batch-invariant numerics."""
+        if self._fused_router or (self.spec.score == "softmax" and not self.spec.wide_router):
+            return self.router(x_TD)
+        fp32 = torch.promote_types(x_TD.dtype, torch.float32)
+        bias_E = None if self.router.bias is None else self.router.bias.to(fp32)
+        return linear(x_TD.to(fp32), self.router.weight.to(fp32), bias_E, numerics=self.numerics)
 
     def _score(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the router logits and scores, in float32 at least."""

@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from miles.kernels.batch_invariant.elementwise import accumulation_dtype, tree_sum
 from miles.kernels.linear_attention.causal_conv1d import build_row_indices, causal_conv1d
 from miles.kernels.numerics import Numerics
 from miles.models.accounting.kv_cache import ngram_state_key
 from miles.models.layers.attention_backend import AttentionBackend, SequenceShard
 from miles.models.layers.gated_residual import StreamNorm
 from miles.models.layers.linear import Embedding, Linear
+from miles.models.layers.recurrent_ops import sigmoid, silu
 from miles.models.layers.recurrent_scan import scan_tokens
 from miles.models.residual_spec import NgramSpec
 from miles.models.spec import DecoderSpec
@@ -91,8 +92,8 @@ class NgramEmbedding(nn.Module):
         rows_TH, earlier = self._hash(tokens_T, lengths, earlier)
         embeds_TE = self.table(rows_TH).flatten(1)
         keys_TSD = self.key_norm(self.key(embeds_TE).view(x_TSD.shape))
-        gate_TS = (keys_TSD * self.query_norm(x_TSD)).sum(-1) * x_TSD.shape[-1] ** -0.5
-        gate_TS = (gate_TS.abs().clamp_min(_SMALLEST_GATE).sqrt() * gate_TS.sign()).sigmoid()
+        gate_TS = self._sum_channels(keys_TSD * self.query_norm(x_TSD)) * x_TSD.shape[-1] ** -0.5
+        gate_TS = sigmoid(gate_TS.abs().clamp_min(_SMALLEST_GATE).sqrt() * gate_TS.sign(), self.numerics)
         gated_TSD = gate_TS.unsqueeze(-1) * self.value(embeds_TE).unsqueeze(1)
         convolved_TX, inputs = causal_conv1d(
             self.conv_norm(gated_TSD).flatten(1),
@@ -103,8 +104,14 @@ class NgramEmbedding(nn.Module):
             numerics=self.numerics,
             dilation=self.spec.order,
         )
-        out_TSD = gated_TSD + F.silu(convolved_TX).view(x_TSD.shape)
+        out_TSD = gated_TSD + silu(convolved_TX, self.numerics).view(x_TSD.shape)
         return out_TSD, None if inputs is None or earlier is None else (inputs, earlier)
+
+    def _sum_channels(self, x_TSD: Tensor) -> Tensor:
+        """Return the sum of each stream, [T, S]."""
+        if not self.numerics.batch_invariant:
+            return x_TSD.sum(-1)
+        return tree_sum(x_TSD.to(accumulation_dtype(x_TSD.dtype))).squeeze(-1).to(x_TSD.dtype)
 
     @torch.no_grad()
     def _hash(

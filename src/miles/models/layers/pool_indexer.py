@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from miles.kernels.batch_invariant.elementwise import sum_in_order
 from miles.kernels.numerics import Numerics
 from miles.models.layers.attention_backend import IndexerInputs
 from miles.models.layers.linear import Linear
@@ -32,7 +33,9 @@ class MeanPool:
         """Return [p, d] or [B, p, d] of the keys of whole sequences; tokens behind the last pool are left out."""
         pools = keys_Sd.shape[-2] // self.size
         wide = torch.promote_types(keys_Sd.dtype, torch.float32)
-        means_pd = keys_Sd[..., : pools * self.size, :].unflatten(-2, (pools, self.size)).to(wide).mean(-2)
+        # Added one after the other, which is batch-invariant.
+        tokens = keys_Sd[..., : pools * self.size, :].unflatten(-2, (pools, self.size)).to(wide).unbind(-2)
+        means_pd = sum_in_order(tokens) / self.size
         normed_pd = self.norm(means_pd.to(keys_Sd.dtype))
         first_p = torch.arange(pools, device=keys_Sd.device) * self.size
         dim = self.rope.dim or keys_Sd.shape[-1]

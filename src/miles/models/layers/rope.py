@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from miles.kernels.batch_invariant import qk_norm_rope
+from miles.kernels.batch_invariant.elementwise import map_elements
 from miles.kernels.numerics import Numerics
 from miles.models.spec import RopeSpec
 
@@ -179,8 +180,9 @@ class Positions:
 
         It is one up to ``floor`` tokens.
         """
-        counts_T = self.positions_T.to(torch.float32) + 1.0
-        return ((counts_T / floor).clamp(min=1.0).log() * slope + 1.0)[:, None, None]
+        ratios_T = ((self.positions_T.to(torch.float32) + 1.0) / floor).clamp(min=1.0)
+        logs_T = map_elements(torch.log, ratios_T) if self.numerics.batch_invariant else ratios_T.log()
+        return (logs_T * slope + 1.0)[:, None, None]
 
 
 def _is_cached(max_positions: int, device: torch.device, numerics: Numerics) -> bool:
