@@ -106,6 +106,8 @@ def test_blocks_that_the_engine_selected_are_replayed(tmp_path: Path, sizes: dic
     algo = {"use_rollout_routing_replay": True, "use_rollout_indexer_replay": True}
     wanted, where = cases.alone(folder, batch, algo), layout(sizes)
     assert wanted["metrics"]["indexer_mismatch_ratio"] > 0.01
+    with pytest.raises(AssertionError, match="does not split the blocks that each key-value head selects"):
+        ranks(2, cases.shared, folder, layout(SPLIT), (), batch, algo, None)
     flags = FIRST if "pipeline" in sizes else ()
     for found in ranks(where.world, cases.shared, folder, where, flags, batch, algo, None):
         assert not cases.unlike(found["metrics"], wanted["metrics"])

@@ -168,7 +168,8 @@ class ReplayTransformerLayer(TransformerLayer):
                 mlp.tokens_s = packed_seq_params.tokens_s
         if self.streams is not None:
             return self.streams(self, hidden_states, context, packed_seq_params), context
-        hidden_states, _ = super().forward(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
+        out: Any = super().forward(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
+        hidden_states = out[0]
         if self.per_layer is not None:
             assert context is not None
             x_sD = hidden_states.squeeze(1)
@@ -186,23 +187,23 @@ class GPTBackbone(GPTModel):
         if self.pre_process and config.decoder_spec.embedding_scale != 1.0:
             self.embedding.register_forward_hook(lambda *call: scale_embedding(call[-1], config.decoder_spec))
         self.residual: ResidualState | None = None
+        decoder: Any = self.decoder
         if has_wide_state(config.decoder_spec):
-            last: Any = self.decoder.layers[-1]
-            self.residual = ResidualState(config, first=self.pre_process, last=self.post_process, end=last.layer_number)
-        norm = self.decoder.final_layernorm
-        if self.residual is not None and norm is not None:
-            join = self.residual.join
-            norm.register_forward_pre_hook(lambda _, args: (join(args[0]),))
+            sides = {"first": self.pre_process, "last": self.post_process}
+            self.residual = ResidualState(config, end=decoder.layers[-1].layer_number, **sides)
+            if self.post_process:
+                join = self.residual.join
+                decoder.final_layernorm.register_forward_pre_hook(lambda _, args: (join(args[0]),))
         if shares_keys(config.decoder_spec):
-            self.decoder._checkpointed_forward = partial(recompute_layers, self.decoder)
+            decoder._checkpointed_forward = partial(recompute_layers, decoder)
 
     def forward(
         self, input_ids: Tensor, *args: Any, packed_seq_params: PackedParams | None = None, **kwargs: Any
     ) -> Tensor:
         residual = self.residual
+        assert packed_seq_params is not None
         if residual is None:
             return super().forward(input_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
-        assert packed_seq_params is not None
         if self.pre_process:
             x_s1D = self.embedding(input_ids=input_ids, position_ids=None)
             x_sSD, inputs_s1X = residual.begin(packed_seq_params.tokens_s, x_s1D)
