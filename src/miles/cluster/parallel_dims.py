@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from miles.core.errors import UsageError
 from miles.kernels.numerics import Numerics
 from miles.models.parallel import tp_sharding as shard
-from miles.models.spec import AttentionSpec, DecoderSpec, PoolIndexerSpec, RelativeAttentionSpec
+from miles.models.spec import DecoderSpec
 
 # Average tokens of a chunk from which recurrent layers scan it where it is.
 MIN_SCANNED_CHUNK = 64
@@ -163,8 +163,6 @@ class ParallelDims:
             return "sequence parallelism does not split the n-gram embeddings of this model; disable it."
         if self.sequence and any(layer.output_kernel for layer in spec.layers):
             return "sequence parallelism splits the tokens that short convolutions of this model read; disable it."
-        if self.context > 1 and (problem := _find_context_problem(spec)) is not None:
-            return f"sequences cannot be split over {self.context} context parallel ranks: {problem}."
         if self.expert > 1:
             counts = {layer.ffn.num_experts for layer in spec.layers if isinstance(layer.ffn, shard.MoeSpec)}
             if not counts:
@@ -175,18 +173,3 @@ class ParallelDims:
                     f"{odd} experts cannot be distributed evenly over {self.expert} ranks; choose a divisor of {odd}."
                 )
         return None
-
-
-def _find_context_problem(spec: DecoderSpec) -> str | None:
-    """Why sequences of this model cannot be split over ranks."""
-    for i, layer in enumerate(spec.layers):
-        if layer.ngram is not None:
-            return f"layer {i} looks up n-grams of the tokens before each one, which ranks do not exchange"
-        match layer.mixer:
-            case AttentionSpec(indexer=PoolIndexerSpec()):
-                return f"layer {i} selects pools of tokens by mean keys, which ranks do not exchange"
-            case RelativeAttentionSpec():
-                return f"layer {i} adds a relative position bias to scores, which ranks do not exchange"
-            case _:
-                pass
-    return None

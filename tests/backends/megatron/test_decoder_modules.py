@@ -157,24 +157,40 @@ def test_what_cannot_be_trained_is_refused_in_a_sentence(
     assert str(refused.value).count(". ") == 0
 
 
-@pytest.mark.parametrize(("kind", "refused"), [("gemma3", False), ("glm4", False), ("gpt-oss", True)])
-def test_megatrons_own_checkpoint_has_the_layers_that_are_its_own(tmp_path: Path, kind: str, refused: bool):
-    write_family(folder := tmp_path / "model", kind)
-    words = ["convert", str(folder), str(tmp_path / "dist"), "--format", "torch_dist"]
-    if refused:
-        assert main(words) != 0 and not (tmp_path / "dist").exists()
-        with pytest.raises(AssertionError, match="cannot be in Megatron's own format: Megatron has no module for the"):
-            ranks(1, save_weights, folder, layout({}), tmp_path / "written" / "iter_0000007")
-        return
-    assert main(words) == 0
-    other = tmp_path / "other"
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gemma3", {"tensor": 2}),
+        Case("glm4", SPLIT),
+        Case("gpt-oss", SPLIT),
+        Case("gpt-oss", SPREAD),
+        Case("minimax-m2", {"tensor": 2, "pipeline": 2, "sequence": True}),
+        Case("gemma4 with experts", SPLIT),
+    ],
+    ids=str,
+)
+def test_megatrons_own_checkpoint_is_converted_there_and_back(tmp_path: Path, case: Case):
+    compare_torch_dist(tmp_path, case)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ACCEPTED)
+def test_every_model_that_rules_accept_has_a_torch_dist_form(tmp_path: Path, kind: str):
+    compare_torch_dist(tmp_path, Case(kind, {}))
+
+
+def compare_torch_dist(tmp_path: Path, case: Case) -> None:
+    """Hold against a Hugging Face folder what Megatron reads of its torch_dist form, and what it writes, converted."""
+    write_family(folder := tmp_path / "model", kind := case.kind)
+    assert main(["convert", str(folder), str(tmp_path / "dist"), "--format", "torch_dist"]) == 0
+    other, where = tmp_path / "other", layout(case.sizes)
     decoder = hf.init_random(spec_of(kind), seed=1, device="cpu", dtype=torch.float32)
     hf.export(decoder, other, config=config_of(kind))
-    ranks(2, load_and_export, other, layout(SPLIT), tmp_path / "dist" / "release", tmp_path / "exported")
-    ranks(2, save_weights, folder, layout({"tensor": 2}), tmp_path / "written" / "iter_0000007")
+    ranks(where.world, load_and_export, other, where, tmp_path / "dist" / "release", tmp_path / "exported")
+    ranks(where.world, save_weights, folder, where, tmp_path / "written" / "iter_0000007")
     (tmp_path / "written" / "latest_checkpointed_iteration.txt").write_text("7")
     words = ["--format", "float32", "--origin-hf-dir", str(folder)]
     assert main(["convert", str(tmp_path / "written"), str(tmp_path / "out"), *words]) == 0
     wanted = load_file(folder / "model.safetensors")
-    for made in (load_file(tmp_path / where / "model.safetensors") for where in ("exported", "out")):
+    for made in (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "out")):
         assert wanted.keys() == made.keys() and all(torch.equal(wanted[name], made[name]) for name in wanted)

@@ -13,14 +13,12 @@ import torch
 from tests.backends.megatron import cases
 from tests.backends.megatron.family_cases import family_samples, spec_of, write_family
 from tests.backends.megatron.memory_cases import MemoryCase, hold_all
-from tests.backends.megatron.test_decoder_modules import SELECTIVE, SPLIT, SPREAD, compare_step
+from tests.backends.megatron.test_decoder_modules import SELECTIVE, SPLIT, SPREAD, compare_step, compare_torch_dist
 from tests.backends.megatron.test_model import AGAIN, DISTRIBUTED_OPTIMIZER, INTERLEAVED, Case, layout
 from tests.backends.megatron.test_router import SEQ_AUX, Z, compare_grads
 from tests.pool import ranks
 
 from miles.backends.megatron.rank_memory import HeldModel, compute_rank_bytes, parse_memory_flags
-from miles.backends.megatron.supported_models import check_megatron_support, check_torch_dist_support
-from miles.cluster.parallel_dims import ParallelDims
 from miles.core.token_fields import INDEXER_TOPK
 from miles.models.indexer_layout import build_indexer_layout
 
@@ -135,12 +133,18 @@ def test_stages_that_part_shared_keys_are_refused_in_a_sentence(
         ranks(2, cases.shared, folder, layout(sizes), flags, family_samples(kind), {}, None)
 
 
-@pytest.mark.parametrize("kind", ["gemma3n", "gemma4 with per-layer inputs", "hybrid glm 5.3 flash", "deepseek v4"])
-def test_rules_know_what_these_models_can_do(kind: str):
-    spec = spec_of(kind)
-    assert check_megatron_support(spec, ParallelDims(world=2, tensor=2, sequence=True)) is None
-    problem = check_torch_dist_support(spec)
-    assert problem is not None and problem.startswith("Megatron has no module for the mixer of layer 0")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gemma3n", SPLIT),
+        Case("gemma4 with per-layer inputs and shared keys", {"tensor": 2}),
+        Case("hybrid glm 5.3 flash", SPREAD),
+        Case("deepseek v4", {"pipeline": 2}),
+    ],
+    ids=str,
+)
+def test_megatrons_own_checkpoint_is_converted_there_and_back(tmp_path: Path, case: Case):
+    compare_torch_dist(tmp_path, case)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,9 @@ def batches_of(kind: str) -> tuple[Any, ...]:
         ("qwen3_moe", {"context": 2, "expert": 2}, DISTRIBUTED_OPTIMIZER, torch.bfloat16),
         ("qwen3_moe", {"shard": 2, "expert": 2}, (), torch.bfloat16),
         ("deepseek_v3", {"tensor": 2, "sequence": True}, (), torch.float32),
+        ("qwen3_next", {"tensor": 2, "sequence": True}, DISTRIBUTED_OPTIMIZER, torch.bfloat16),
+        ("kimi_linear", {"shard": 2, "expert": 2}, DISTRIBUTED_OPTIMIZER, torch.float32),
+        ("nemotron_h", {"pipeline": 2}, (), torch.bfloat16),
     ],
     ids=str,
 )
@@ -67,6 +70,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
         ("qwen3", {"pipeline": 2}, {"tensor": 2, "sequence": True}, DISTRIBUTED_OPTIMIZER),
         ("qwen3_moe", {"shard": 2, "expert": 2}, {"pipeline": 2}, DISTRIBUTED_OPTIMIZER),
         ("qwen3_moe", {"pipeline": 2}, {"shard": 2, "expert": 2}, ()),
+        ("nemotron_3", {"shard": 2, "expert": 2}, {"tensor": 2, "sequence": True}, DISTRIBUTED_OPTIMIZER),
+        ("deepseek_v32", {"tensor": 2, "sequence": True}, {"pipeline": 2}, DISTRIBUTED_OPTIMIZER),
     ],
     ids=str,
 )
@@ -108,6 +113,11 @@ CONVERTED = [
     ("qwen3_moe", {"shard": 2, "expert": 2}),
     ("qwen2_moe", {"tensor": 2, "sequence": True}),
     ("deepseek_v3", {"tensor": 2, "pipeline": 2, "sequence": True}),
+    ("qwen3_next", {"tensor": 2, "pipeline": 2, "sequence": True}),
+    ("deepseek_v32", {"shard": 2, "expert": 2}),
+    ("kimi_linear", {"tensor": 2, "sequence": True}),
+    ("nemotron_3_super", {"tensor": 2, "shard": 2, "expert": 2, "sequence": True}),
+    ("lfm2", {"tensor": 2}),
 ]
 
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
 from miles.backends.megatron.distributed_optimizer import MegatronOptimizer
-from miles.backends.megatron.supported_models import check_torch_dist_support
+from miles.backends.megatron.module_choice import has_stacked_layers
 from miles.core.errors import CheckpointError, UsageError
 from miles.models.checkpoint.torch_dist import build_model_args, check_torch_dist
 from miles.train.optim.optimizer import OptimizerProtocol
@@ -59,9 +59,6 @@ def save(model: MegatronModel, folder: Path, optimizer: OptimizerProtocol | None
     ``iteration`` is the number that Megatron's tools read from the checkpoint.
     """
     megatron_optimizer = _as_megatron_optimizer(optimizer)
-    problem = check_torch_dist_support(model.spec)
-    if problem is not None:
-        raise UsageError(f"{folder} cannot be in Megatron's own format: {problem}; use --ckpt-format hf.")
     if model.dp_group.is_lead:
         folder.mkdir(parents=True, exist_ok=True)
     model.barrier()
@@ -69,7 +66,7 @@ def save(model: MegatronModel, folder: Path, optimizer: OptimizerProtocol | None
     state |= {"args": Namespace(**build_model_args(model.spec)), "iteration": iteration, "checkpoint_version": 3.0}
     if megatron_optimizer is not None:
         megatron_optimizer.init_state()
-        state[_OPTIMIZER] = megatron_optimizer.inner.sharded_state_dict(_names_source(state), metadata=_metadata())
+        state[_OPTIMIZER] = megatron_optimizer.inner.sharded_state_dict(_names_source(state), metadata=_metadata(model))
         state[_PROGRESS] = {"updates": megatron_optimizer.updates, "steps": megatron_optimizer.steps}
     try:
         dist_checkpointing.save(state, str(folder), InProcessSaveStrategy())
@@ -91,7 +88,7 @@ def load(model: MegatronModel, folder: Path, optimizer: OptimizerProtocol | None
     if megatron_optimizer is not None:
         megatron_optimizer.init_state()
         state[_OPTIMIZER] = megatron_optimizer.inner.sharded_state_dict(
-            _names_source(state), is_loading=True, metadata=_metadata()
+            _names_source(state), is_loading=True, metadata=_metadata(model)
         )
     try:
         found: Any = dist_checkpointing.load(state, str(folder))
@@ -131,7 +128,7 @@ def _as_megatron_optimizer(optimizer: OptimizerProtocol | None) -> MegatronOptim
 
 
 def _state(model: MegatronModel) -> dict[str, Any]:
-    return {name: chunk.sharded_state_dict(metadata=_metadata()) for name, chunk in model.chunks().items()}
+    return {name: chunk.sharded_state_dict(metadata=_metadata(model)) for name, chunk in model.chunks().items()}
 
 
 def _names_source(state: dict[str, Any]) -> dict[str, Any]:
@@ -139,8 +136,9 @@ def _names_source(state: dict[str, Any]) -> dict[str, Any]:
     return state["model"] if "model" in state else {name: part for name, part in state.items() if "model" in name}
 
 
-def _metadata() -> dict[str, Any]:
+def _metadata(model: MegatronModel) -> dict[str, Any]:
     return {
+        "non_homogeneous_layers": not has_stacked_layers(model.spec),
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "distrib_optim_sharding_type": "fully_reshardable",
         "singleton_local_shards": False,

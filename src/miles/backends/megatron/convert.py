@@ -18,8 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles.backends.megatron.param_mapping import ParamMapping, build_param_mappings, megatron_names, parse_layer_index
-from miles.backends.megatron.supported_models import check_megatron_support, check_torch_dist_support
+from miles.backends.megatron.module_choice import choose_modules, has_stacked_layers
+from miles.backends.megatron.param_mapping import (
+    ParamMapping,
+    build_param_mappings,
+    checkpoint_names,
+    parse_layer_index,
+)
+from miles.backends.megatron.supported_models import check_megatron_support
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.errors import CheckpointError, UsageError
 from miles.models.checkpoint.convert import RECEIPT, Progress, SafetensorsOutput, draft_folder, ignore_progress
@@ -67,9 +73,6 @@ def _check_family(spec: DecoderSpec, folder: Path) -> None:
     if problem is not None:
         what = problem.removeprefix("the megatron backend cannot train ").partition("; use --train-backend")[0]
         raise UsageError(f"{folder} has no torch_dist form, since Megatron has no such model: {what.rstrip('.')}.")
-    problem = check_torch_dist_support(spec)
-    if problem is not None:
-        raise UsageError(f"{folder} has no torch_dist form: {problem}.")
 
 
 # -- Hugging Face -> torch_dist ---------------------------------------------------------------
@@ -134,16 +137,16 @@ def _keys_to_write(spec: DecoderSpec, name: str) -> tuple[list[str], int | None]
 
     A norm has two names, one where Transformer Engine fuses it into the next projection; both are written.
     """
-    layer, names = parse_layer_index(name), _key_names(name)
+    layer, names = parse_layer_index(name), _key_names(spec, name)
     if layer is None:
         return list(names), None
-    if spec.moe is None:
+    if has_stacked_layers(spec):
         return [f"decoder.layers.{each}" for each in names], layer
     return [f"decoder.layers.{layer}.{each}" for each in names], None
 
 
-def _key_names(name: str) -> tuple[str, ...]:
-    names = megatron_names(name)
+def _key_names(spec: DecoderSpec, name: str) -> tuple[str, ...]:
+    names = checkpoint_names(spec, name)
     return (_EXPERT_KEY[names[0]],) if names[0] in _EXPERT_KEY else names
 
 
@@ -166,13 +169,14 @@ def _read_chunks(
 
 def _extra_state_keys(spec: DecoderSpec) -> Iterator[str]:
     seen: set[str] = set()
+    own, stacked = choose_modules(spec), has_stacked_layers(spec)
     for name, mapping in build_param_mappings(spec, transformer_engine=False).items():
         layer = parse_layer_index(name)
-        if layer is None:
+        if layer is None or own.has_param(name):
             continue
-        modules = [found[1] for key in _key_names(name) if (found := _EXTRA_STATE.fullmatch(key))]
-        stacked, count = spec.moe is None, mapping.shape[0] if mapping.expert else 1
-        for module in [*modules, _CORE_ATTENTION]:
+        modules = [found[1] for key in _key_names(spec, name) if (found := _EXTRA_STATE.fullmatch(key))]
+        count = mapping.shape[0] if mapping.expert else 1
+        for module in [*modules, *([_CORE_ATTENTION] if layer not in own.mixers else [])]:
             for number in range(count):
                 place = f"{layer}_{spec.num_layers}" if stacked else f"{number}_{count}"
                 middle = "" if stacked else f"{layer}."
@@ -199,7 +203,7 @@ def plan_from_torch_dist(source: Path, *, origin: Path, dtype: torch.dtype) -> T
         _find_key(shapes, spec, name, source)
     for name, mapping in mappings.items():
         _locate_key(shapes, spec, name, mapping, source)
-    used = {key for name in mappings for key in _possible_keys(name)}
+    used = {key for name in mappings for key in _possible_keys(spec, name)}
     unused = sorted(key for key in shapes if key not in used and key.startswith(_MODEL_KEYS))
     if unused:
         raise CheckpointError(
@@ -219,18 +223,19 @@ def plan_from_torch_dist(source: Path, *, origin: Path, dtype: torch.dtype) -> T
     )
 
 
-def _possible_keys(name: str) -> list[str]:
-    layer, names = parse_layer_index(name), _key_names(name)
+def _possible_keys(spec: DecoderSpec, name: str) -> list[str]:
+    layer, names = parse_layer_index(name), _key_names(spec, name)
     if layer is None:
         return list(names)
     return [f"decoder.layers.{middle}{each}" for each in names for middle in ("", f"{layer}.")]
 
 
 def _find_key(shapes: Mapping[str, tuple[int, ...]], spec: DecoderSpec, name: str, source: Path) -> str:
-    key = next((key for key in _possible_keys(name) if key in shapes), None)
+    keys = _possible_keys(spec, name)
+    key = next((key for key in keys if key in shapes), None)
     if key is None:
         raise CheckpointError(
-            f"{source} has no {_possible_keys(name)[0]}, which a {spec.family} model needs; give the folder of its own "
+            f"{source} has no {keys[0]}, which a {spec.family} model needs; give the folder of its own "
             "model with --origin-hf-dir."
         )
     return key

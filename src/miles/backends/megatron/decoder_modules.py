@@ -33,7 +33,9 @@ from miles.backends.megatron.batch_invariant_layers import reduce_in_rank_order
 from miles.backends.megatron.module_choice import choose_modules
 from miles.backends.megatron.packed_batch import LayerRoutingReplay, PackedAttention, PackedParams
 from miles.backends.megatron.parallel_state import MegatronGroup
+from miles.backends.megatron.param_mapping import build_param_mappings
 from miles.backends.megatron.router import RouterLoss, attach_loss
+from miles.backends.megatron.sharded_state import build_sharded_tensors
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
 from miles.kernels.attention.compressed import CompressorInputs
 from miles.kernels.attention.params import AttentionInputs
@@ -111,6 +113,7 @@ class DecoderModule(MegatronModule):
             )
         module = module.to_empty(device=config.param_device)
         self.add_module(name, module)
+        self._index, self._name = index, name
         if self.region.group.rank:
             shards = compute_tp_shards(config.decoder_spec)
             for inner, parameter in module.named_parameters():
@@ -118,6 +121,19 @@ class DecoderModule(MegatronModule):
                     # Zeros on this rank, which stay so.
                     parameter.register_hook(torch.zeros_like)
         return module
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the state for Megatron's checkpoints: the decoder's tensors, sharded as in the decoder."""
+        assert not sharded_offsets, "keys of these layers have their number"
+        config, home = self.config, f"layers.{self._index}.{self._name}."
+        assert isinstance(config, DecoderTransformerConfig)
+        mappings = build_param_mappings(config.decoder_spec, transformer_engine=False)
+        own = {name.removeprefix(home): mapping for name, mapping in mappings.items() if name.startswith(home)}
+        module = self.get_submodule(self._name)
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return state | build_sharded_tensors(module, f"{prefix}{self._name}.", own)
 
 
 def rank_spec(config: DecoderTransformerConfig) -> DecoderSpec:
@@ -137,7 +153,6 @@ class DecoderMixer(DecoderModule):
         mixer = spec.layers[index].mixer
         name, mixer_class = MIXERS[type(mixer)]
         self.mixer = name
-        self._index = index
         indexer = mixer.indexer if isinstance(mixer, AttentionSpec | MlaSpec) else None
         self._selects = indexer is not None and not (isinstance(indexer, IndexerSpec) and indexer.source is not None)
         others = (layer.mixer for layer in spec.layers)

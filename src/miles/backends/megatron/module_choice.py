@@ -76,6 +76,12 @@ def choose_modules(spec: DecoderSpec) -> ModuleChoice:
     )
 
 
+def has_stacked_layers(spec: DecoderSpec) -> bool:
+    """Return whether Megatron's checkpoints have one tensor for a parameter of all layers, which are of one kind."""
+    alike = all(layer.mixer is not None and layer.ffn is not None for layer in spec.layers)
+    return alike and spec.moe is None and choose_modules(spec).is_all_megatron
+
+
 def can_use_transformer_engine(spec: DecoderSpec) -> bool:
     """Return whether layers may be Transformer Engine's, which fuses norms, without an offset, into projections."""
     return choose_modules(spec).is_all_megatron and not spec.norm_offset

@@ -18,7 +18,7 @@ from miles.backends.megatron.module_choice import MIXER_NAMES, choose_modules
 from miles.models.checkpoint.param_map import build_param_map
 from miles.models.checkpoint.param_slices import param_shape
 from miles.models.parallel.tp_sharding import ShardSegment, TpShard, compute_tp_shards
-from miles.models.spec import AttentionSpec, DecoderSpec
+from miles.models.spec import AttentionSpec, DecoderSpec, MoeSpec
 
 # Decoder name -> Megatron's name in a layer; the second name is used if Transformer Engine fuses a norm into the
 # following projection. ``{}`` counts a rank's experts.
@@ -63,6 +63,7 @@ TIED = "embedding.weight"
 """The parameter of which the last stage has a copy if the head is tied."""
 
 _RESIDUAL = ("altup.", "hyper_head.", "per_layer.")
+_STREAMS = ("altup.", "laurel.", "attention_hyper.", "mlp_hyper.", "ngram.")
 _EXPERTS = ("moe.gate_up", "moe.down")
 # MLA down-projections: sharded over tensor-parallel ranks, except with Transformer Engine and batch-invariant layers.
 _LATENT = ("mla.q_a.weight", "mla.kv_a.weight")
@@ -180,11 +181,28 @@ def megatron_names(name: str) -> tuple[str, ...]:
 
 
 def possible_names(name: str) -> tuple[str, ...]:
-    """Return ``megatron_names``, and the names of a layer's parameter in a module of the decoder, which are the
-    decoder's name inside Megatron's self-attention or MLP, beside these, or inside what reads residual streams.
+    """Return ``megatron_names``, and the name of a layer's parameter in a module of the decoder, which is the decoder's
+    name inside Megatron's self-attention or MLP, beside these, or inside what reads residual streams.
     """
     if not name.startswith("layers."):
         return megatron_names(name)
     suffix = name.split(".", 2)[2]
     home = "self_attention" if suffix.partition(".")[0] in MIXER_NAMES else "mlp"
-    return (*megatron_names(name), f"{home}.{suffix}", suffix, f"streams.{suffix}")
+    home = "streams" if suffix.startswith(_STREAMS) else home
+    return (*megatron_names(name), suffix if suffix.startswith("per_layer.") else f"{home}.{suffix}")
+
+
+def checkpoint_names(spec: DecoderSpec, name: str) -> tuple[str, ...]:
+    """Return the names of a parameter in Megatron's checkpoints, inside its layer or the model.
+
+    Norms that Transformer Engine fuses into a projection have two.
+    """
+    index = parse_layer_index(name)
+    if index is None:
+        return megatron_names(name)
+    ffn = spec.layers[index].ffn
+    # Experts beside an MLP have the norm of the MLP.
+    is_inner_norm = name.endswith(".mlp_norm.weight") and isinstance(ffn, MoeSpec) and ffn.beside_mlp
+    if choose_modules(spec).has_param(name) or is_inner_norm or not megatron_names(name):
+        return possible_names(name)[-1:]
+    return megatron_names(name)

@@ -112,12 +112,10 @@ def select_input(inputs_s1X: Tensor, spec: DecoderSpec, layer: int) -> Tensor:
 
 
 def build_per_layer_input(config: DecoderTransformerConfig, index: int) -> PerLayerInput | None:
-    """Build what a layer of one residual stream adds to it from its input, if it has one."""
+    """Build what a layer adds to its residual stream, or to all but one, from its input, if it has one."""
     spec = config.decoder_spec
-    layer = spec.layers[index]
-    if layer.altup is not None or not layer.per_layer_size:
-        return None
-    return PerLayerInput(spec.hidden_size, layer.per_layer_size, **_norm_options(config))
+    size = spec.layers[index].per_layer_size
+    return PerLayerInput(spec.hidden_size, size, **_norm_options(config)) if size else None
 
 
 def build_layer_streams(config: DecoderTransformerConfig, index: int) -> AltUpStep | HyperStep | None:
@@ -139,7 +137,6 @@ class AltUpStep(nn.Module):
         assert layer.altup is not None
         self.altup = AltUp(layer.altup, spec.hidden_size, **options)
         self.laurel = Laurel(layer.laurel_rank, spec.hidden_size, **options)
-        self.per_layer = PerLayerInput(spec.hidden_size, layer.per_layer_size, **options)
 
     def forward(self, layer: Any, x_sSD: Tensor, inputs_s1X: Tensor | None, packed: PackedParams) -> Tensor:
         """Return the streams behind Megatron's ``layer``."""
@@ -152,7 +149,7 @@ class AltUpStep(nn.Module):
         x_sD = (active_sD + mixed_sD + self.laurel(y_sD)) * 2.0**-0.5
         out_sD = layer.mlp_bda.norm(_feed_forward(layer, layer.pre_mlp_layernorm(x_sD)))
         corrected_sSD = altup.correct(predicted_sSD, x_sD + out_sD)
-        added_sD = self.per_layer(altup.scale_active(corrected_sSD), select_input(inputs_s1X, self.spec, self.index))
+        added_sD = layer.per_layer(altup.scale_active(corrected_sSD), select_input(inputs_s1X, self.spec, self.index))
         return altup.add_to_others(corrected_sSD, added_sD)
 
 

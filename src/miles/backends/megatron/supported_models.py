@@ -65,16 +65,6 @@ def check_quantization_support(spec: DecoderSpec) -> str | None:
     )
 
 
-def check_torch_dist_support(spec: DecoderSpec) -> str | None:
-    """Return why Megatron's own checkpoints cannot hold this model (the end of a sentence), or None if they can."""
-    modules = choose_modules(spec)
-    layer = min(modules.mixers | modules.ffns, default=None)
-    if layer is None:
-        return None
-    part = "mixer" if layer in modules.mixers else "feed-forward part"
-    return f"Megatron has no module for the {part} of layer {layer} of {spec.family}"
-
-
 def _unsupported_part(layer: LayerSpec) -> str | None:
     """Return the part of a layer that the backend does not support, or None."""
     if (part := _unsupported_mixer(layer)) is not None:

@@ -8,7 +8,6 @@ from miles.algo.config import CRITIC_ESTIMATORS, OFFLINE_LOSSES
 from miles.backends.megatron.supported_models import (
     check_batch_invariant_support,
     check_megatron_support,
-    check_torch_dist_support,
 )
 from miles.config.value_types import format_value
 from miles.core.errors import UsageError
@@ -189,11 +188,6 @@ def check_ckpt_format(c: Config) -> Iterator[str]:
     ):
         if used:
             yield f"{flag} does not support {given}; use --ckpt-format hf, or remove {given}."
-    spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
-    if spec is None or isinstance(spec, HfAdapterSpec):
-        return
-    if (problem := check_torch_dist_support(spec)) is not None:
-        yield f"{flag} is in the form of Megatron's modules: {problem}; use --ckpt-format hf."
 
 
 def check_megatron_package(c: Config) -> Iterator[str]:
