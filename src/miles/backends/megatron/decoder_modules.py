@@ -37,6 +37,7 @@ from miles.backends.megatron.param_mapping import build_param_mappings
 from miles.backends.megatron.router import RouterLoss, attach_loss
 from miles.backends.megatron.sharded_state import build_sharded_tensors
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
+from miles.kernels.attention.compressed import CompressorInputs
 from miles.kernels.attention.params import AttentionInputs, RelativeBias
 from miles.kernels.batch_invariant.elementwise import sum_in_rank_order
 from miles.models.decoder import MIXERS
@@ -49,7 +50,16 @@ from miles.models.layers.residual_conv import ResidualConv
 from miles.models.parallel.expert_dispatch import AllToAllDispatcher
 from miles.models.parallel.tp_decoder import ParallelRMSNorm
 from miles.models.parallel.tp_sharding import compute_tp_shards, shard_spec
-from miles.models.spec import DecoderSpec, LayerPart, MlaSpec, MlpSpec, MoeSpec, output_conv_state
+from miles.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    IndexerSpec,
+    LayerPart,
+    MlaSpec,
+    MlpSpec,
+    MoeSpec,
+    output_conv_state,
+)
 
 
 class TensorParallelRegion:
@@ -170,8 +180,11 @@ class DecoderMixer(DecoderModule):
         mixer = spec.layers[index].mixer
         name, mixer_class = MIXERS[type(mixer)]
         self.mixer = name
-        self._selects = isinstance(mixer, MlaSpec) and mixer.indexer is not None and mixer.indexer.source is None
         self._index = index
+        indexer = mixer.indexer if isinstance(mixer, AttentionSpec | MlaSpec) else None
+        self._selects = indexer is not None and not (isinstance(indexer, IndexerSpec) and indexer.source is not None)
+        others = (layer.mixer for layer in spec.layers)
+        self._is_source = any(isinstance(other, AttentionSpec) and other.kv_source == index for other in others)
         self.add_decoder_module(config, index, name, partial(mixer_class, mixer, spec, index))
         self.add_output_conv(config, index, "mixer")
         modules = config.recompute_modules or ()
@@ -185,9 +198,12 @@ class DecoderMixer(DecoderModule):
         recomputes = self._recomputes and torch.is_grad_enabled()
         backend = _RecomputedAttention(packed) if recomputes else packed
         x_tD = self.region.enter(hidden_states).flatten(0, 1)
+        # Layers that reuse a selection or keys are behind this one, and their backward runs earlier.
         if self._selects and x_tD.requires_grad:
-            # Layers that reuse the selection are behind this one, and their backward runs earlier.
             x_tD.register_hook(lambda _: packed.drop_selection(self._index))
+        if self._is_source and x_tD.requires_grad:
+            shared_kv = packed_seq_params.positions.shared_kv
+            x_tD.register_hook(lambda _: shared_kv.pop(self._index, None) and None)
         out_tD = self.get_submodule(self.mixer)(x_tD, packed_seq_params.positions, backend)
         return self.finish(self.region.leave(out_tD), packed).unsqueeze(1), None
 
@@ -208,6 +224,12 @@ class _RecomputedAttention:
     def attend_relative(self, layer: int, inputs: AttentionInputs, bias: RelativeBias) -> Tensor:
         """Attend with a relative position bias."""
         out = checkpoint(self._inner.attend_relative, layer, inputs, bias, use_reentrant=False)
+        assert isinstance(out, Tensor)
+        return out
+
+    def attend_compressed(self, layer: int, inputs: AttentionInputs, compressor: CompressorInputs) -> Tensor:
+        """Attend to a window of tokens and to compressed keys."""
+        out = checkpoint(self._inner.attend_compressed, layer, inputs, compressor, use_reentrant=False)
         assert isinstance(out, Tensor)
         return out
 
@@ -248,13 +270,14 @@ class DecoderMlp(DecoderModule):
 class DecoderMoe(DecoderModule):
     """The decoder's experts as Megatron's MoE layer, built in ``set_layer_number``; every rank routes its own slots.
 
-    ``router_replay``, ``router_loss`` and ``attn_backend`` are those of the micro-batch, set before each forward.
-    Experts beside an MLP read the residual stream, of which the norm before the MLP is here.
+    ``router_replay``, ``router_loss``, ``tokens_s`` and ``attn_backend`` are those of the micro-batch, set before each
+    forward. Experts beside an MLP read the residual stream, of which the norm before the MLP is here.
     """
 
     attn_backend: AttentionBackend | None = None
     router_replay: LayerRoutingReplay | None = None
     router_loss: RouterLoss | None = None
+    tokens_s: Tensor | None = None
 
     def set_layer_number(self, layer_number: int) -> None:
         """Build the experts of this layer."""
@@ -283,7 +306,8 @@ class DecoderMoe(DecoderModule):
         moe = self.get_submodule("moe")
         assert isinstance(moe, MoeMlp)
         x_sD = hidden_states.flatten(0, 1)
-        routing = None if self.router_replay is None else LayerRouting(self.router_replay)
+        routing = Routing() if self.router_replay is None else LayerRouting(self.router_replay)
+        routing.tokens_T = self.tokens_s
         weights_sk, experts_sk, *shared = moe.route_tokens(x_sD, routing)
         weights_sk = self._attach_loss(moe, weights_sk, x_sD)
         group = self.region.group
@@ -293,7 +317,8 @@ class DecoderMoe(DecoderModule):
             experts_tk = torch.cat(group.gather(experts_sk))
             shared_t = [gather_from_sequence_parallel_region(x, group=group.process_group) for x in shared]
         else:
-            weights_tk, experts_tk, shared_t = weights_sk, experts_sk, shared
+            weights_tk, experts_tk = weights_sk, experts_sk
+            shared_t = shared
         x_tD = self.region.enter(x_sD)
         out_tD = moe.run_experts(x_tD, weights_tk, experts_tk)
         if moe.shared_experts is not None:
@@ -307,13 +332,12 @@ class DecoderMoe(DecoderModule):
 
     def _attach_loss(self, moe: MoeMlp, weights_sk: Tensor, x_sD: Tensor) -> Tensor:
         """Let backward also be that of the router losses of this micro-batch, if there are any."""
-        if self.router_loss is None or not self.training or not torch.is_grad_enabled():
+        is_training = self.training and torch.is_grad_enabled()
+        if self.router_loss is None or not is_training or moe.spec.hash_vocab:
             return weights_sk
         logits_sE = moe.compute_router_logits(x_sD)
-        score = "softmax" if moe.spec.score == "softmax" else "sigmoid"
-        return attach_loss(
-            weights_sk, self.router_loss.compute(logits_sE, topk=moe.spec.experts_per_token, score=score)
-        )
+        loss = self.router_loss.compute(logits_sE, topk=moe.spec.experts_per_token, score=moe.spec.score)
+        return attach_loss(weights_sk, loss)
 
 
 class LayerRouting(Routing):
