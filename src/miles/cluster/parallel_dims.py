@@ -147,14 +147,17 @@ class ParallelDims:
             )
         return None
 
-    def find_model_problem(self, spec: DecoderSpec) -> str | None:
-        """Why this model cannot be trained with these sizes, in a sentence; None if it can."""
+    def find_model_problem(self, spec: DecoderSpec, *, slices_layer_inputs: bool = False) -> str | None:
+        """Why this model cannot be trained with these sizes, in a sentence; None if it can.
+
+        Sequence parallelism may slice per-layer inputs, as that of Megatron does.
+        """
         problem = shard.check_tp_size(spec, self.tensor)
         if problem is not None:
             return f"the model cannot be split over {self.tensor} tensor parallel ranks: {problem}."
         if self.sequence and self.tensor == 1:
             return "sequence parallelism needs a tensor parallel size above 1; raise that size or disable it."
-        if self.sequence and spec.per_layer_input is not None:
+        if self.sequence and spec.per_layer_input is not None and not slices_layer_inputs:
             return "sequence parallelism does not split the embeddings that each layer of this model has; disable it."
         if self.sequence and spec.has_ngrams:
             return "sequence parallelism does not split the n-gram embeddings of this model; disable it."

@@ -54,6 +54,9 @@ _EXPERTS = (".moe.gate_up", ".moe.down")
 _EMBEDDING = "embedding.weight"
 _NORM = "norm.weight"
 _HEAD = "lm_head.weight"
+# What makes and joins residual streams and the inputs of layers.
+_BEFORE_LAYERS = ("per_layer.", "altup.projections.")
+_BEHIND_LAYERS = ("altup.unembed_projections.", "hyper_head.")
 _ROUTER = ".moe.router.weight"
 # Megatron aligns parameters and buckets in its buffers to as many values.
 _PARAM_ALIGNMENT = 64
@@ -212,11 +215,12 @@ def list_stage_params(
     for number, layers in enumerate(_split_layers(spec.num_layers, layout.pipeline, flags)[stage]):
         first = stage == 0 and number == 0
         last = stage == layout.pipeline - 1 and number == flags.virtual - 1
-        found = [_EMBEDDING] if first else []
+        found = [_EMBEDDING, *(name for name in params if name.startswith(_BEFORE_LAYERS))] if first else []
         found += [name for i in layers for name in sorted(names.get(i, ()), key=_order)]
         if last:
             head = _EMBEDDING if spec.tie_embeddings else _HEAD
             found += [_NORM] if spec.tie_embeddings and first else [_NORM, head]
+            found += [name for name in params if name.startswith(_BEHIND_LAYERS)]
         out.append([params[name] for name in found])
     return out
 
