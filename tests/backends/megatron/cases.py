@@ -159,6 +159,11 @@ def lora_of(spec: DecoderSpec, wanted: str | None = None, **form: Any) -> LoraSp
     return LoraSpec(rank=3, alpha=6.0, targets=select_targets(spec, wanted, None), **form)
 
 
+def read_lora(folder: Path, wanted: str | None = None, **form: Any) -> LoraSpec:
+    """The same for the model in a folder."""
+    return lora_of(spec_from_config(read_config(folder)), wanted, **form)
+
+
 def adapted(base: Any, folder: Path, lora: LoraSpec) -> LoraModel:
     """The model under adapters none of which is zero."""
     model = (UnmergedLoraModel if lora.unmerged else LoraModel)(base, lora, base=folder, seed=1)
