@@ -112,17 +112,17 @@ def samples(kind: str, count: int = 6) -> tuple[Sample, ...]:
 # -- one step -------------------------------------------------------------------------------
 
 
-def trainer_of(model: Any, algo: dict[str, Any], dp_group: Any, reference: Any = None) -> PolicyTrainer:
+def trainer_of(model: Any, algo: dict[str, Any], dp_group: Any, reference: Any = None, **train: Any) -> PolicyTrainer:
     # What decays or is clipped wrongly is seen.
-    how = {"max_tokens_per_gpu": 16, "adam_eps": EPS, "lr": 1e-2, "weight_decay": 0.5, "clip_grad": 0.1}
+    how = {"max_tokens_per_gpu": 16, "adam_eps": EPS, "lr": 1e-2, "weight_decay": 0.5, "clip_grad": 0.1} | train
     return worker(model, algo=algo, train=how, temperature=0.9, dp_group=dp_group, reference=reference)
 
 
 def stepped(
-    model: Any, batch: tuple[Sample, ...], dp_group: Any, algo: dict[str, Any], reference: Any = None
+    model: Any, batch: tuple[Sample, ...], dp_group: Any, algo: dict[str, Any], reference: Any = None, **train: Any
 ) -> dict[str, Any]:
     """A GRPO step: its metrics, every whole gradient as the optimizer was given it, and the weights it left."""
-    trainer = trainer_of(model, algo, dp_group, reference)
+    trainer = trainer_of(model, algo, dp_group, reference, **train)
     grads = watch(model, trainer)
     report = asyncio.run(trainer.step(Batch(step=0, samples=batch, num_groups=1)))
     after = {name: model.gather(name, p.detach()).clone() for name, p in model.parameters().items()}

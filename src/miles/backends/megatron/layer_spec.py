@@ -40,6 +40,7 @@ from miles.backends.megatron.module_choice import choose_modules
 from miles.backends.megatron.packed_batch import LayerRoutingReplay, PackedParams
 from miles.backends.megatron.router import BalancedRouter
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
+from miles.backends.megatron.vision_stage import add_deepstack, build_vision_tower, check_first_stage, place_images
 from miles.core.errors import UsageError
 from miles.kernels.attention.params import AttentionInputs, AttentionParams
 from miles.kernels.fused.rms_norm import rms_norm
@@ -47,6 +48,7 @@ from miles.kernels.numerics import FAST
 from miles.models.decoder import scale_embedding
 from miles.models.layers.rope import Positions, apply_rotary
 from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec
+from miles.models.vision.tower import VisionTower
 from miles.precision.kv_cache import round_kv
 
 
@@ -84,7 +86,13 @@ class PackedCoreAttention(MegatronModule):
         scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
         self.params = AttentionParams(scale=scale)
         if isinstance(mixer, AttentionSpec):
-            self.params = AttentionParams(scale=scale, window=mixer.window, chunk=mixer.chunk, softcap=mixer.softcap)
+            self.params = AttentionParams(
+                scale=scale,
+                window=mixer.window,
+                chunk=mixer.chunk,
+                softcap=mixer.softcap,
+                ignores_spans=mixer.ignores_spans,
+            )
 
     def forward(
         self,
@@ -144,9 +152,11 @@ class ReplayTransformerLayer(TransformerLayer):
             mlp: Any = self.mlp
             mlp.router.router_replay = None if replay is None else LayerRoutingReplay(replay, slot)
             mlp.router.router_loss = packed_seq_params.router_loss
-        hidden_states, context = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        found: Any = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        hidden_states, context = found
         if self.output_scale is not None:
             hidden_states = hidden_states * self.output_scale
+        hidden_states = add_deepstack(hidden_states, packed_seq_params, self.layer_number - 1)
         return hidden_states, context
 
 
@@ -157,6 +167,16 @@ class GPTBackbone(GPTModel):
         super().__init__(config=config, **kwargs)
         if self.pre_process and config.decoder_spec.embedding_scale != 1.0:
             self.embedding.register_forward_hook(lambda *call: scale_embedding(call[-1], config.decoder_spec))
+        self.vision: VisionTower | None = None
+        if self.pre_process and config.decoder_spec.vision is not None:
+            self.vision = build_vision_tower(config)
+
+    def _preprocess(self, *args: Any, packed_seq_params: PackedParams, **kwargs: Any) -> Any:
+        x_t1D, *others = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if self.vision is not None:
+            assert isinstance(self.config, DecoderTransformerConfig)
+            x_t1D = place_images(self.vision, x_t1D, packed_seq_params, self.config)
+        return x_t1D, *others
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
@@ -207,6 +227,7 @@ def _block_spec(config: DecoderTransformerConfig, stage: int | None, rank: int) 
     for pp_rank in range(config.pipeline_model_parallel_size):  # every rank raises the same error
         for vp_stage in stages:
             _check_selections(config.decoder_spec, _stage_layers(config, None if stage is None else vp_stage, pp_rank))
+    check_first_stage(config.decoder_spec, len(_stage_layers(config, None if stage is None else 0, 0)))
     specs = [_layer_module_spec(config, i) for i in _stage_layers(config, stage, rank)]
     norm: Any = MegatronRMSNorm
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)

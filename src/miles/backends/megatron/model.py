@@ -42,7 +42,7 @@ from miles.models.checkpoint.torch_dist import is_torch_dist
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
 from miles.models.lora.adapters import WHOLE, LoraAdapters, ParamPart
-from miles.models.optim_groups import MuonMatrices, find_muon_matrices
+from miles.models.optim_groups import TRAINED_VISION, FrozenVision, MuonMatrices, find_muon_matrices
 from miles.models.spec import DecoderSpec
 from miles.train.config import TrainConfig
 from miles.train.dp_group import DataParallelGroup
@@ -67,6 +67,7 @@ def load_megatron_model(
     scalar_head: Mapping[str, tuple[int, ...]] | None = None,
     balanced: bool = True,
     numerics: Numerics = FAST,
+    frozen_vision: FrozenVision = TRAINED_VISION,
 ) -> MegatronModel:
     """Load the model of the Hugging Face ``folder`` over the ranks of torch's default group; every rank calls it.
 
@@ -75,7 +76,7 @@ def load_megatron_model(
     ``folder``. Transformer Engine is used where it is installed, unless ``transformer_engine`` is false. With the
     shapes of a ``scalar_head`` the model has this head too, with zeros. Flags of the load balancing of routers are
     ignored unless ``balanced``: they are about the policy, and another model may have no routers. With batch-invariant
-    ``numerics`` its layers are those of ``batch_invariant_layers``.
+    ``numerics`` its layers are those of ``batch_invariant_layers``. ``frozen_vision`` parts are not trained.
     """
     fields = parse_flags(flags)
     if not balanced:
@@ -101,6 +102,7 @@ def load_megatron_model(
         config=config,
         like=like,
         scalar_head=scalar_head or {},
+        frozen_vision=frozen_vision,
     )
     model.load(Path(folder))
     return model
@@ -124,13 +126,14 @@ class MegatronModel:
         config: Mapping[str, Any] | None = None,
         like: Path | None = None,
         scalar_head: Mapping[str, tuple[int, ...]] | None = None,
+        frozen_vision: FrozenVision = TRAINED_VISION,
     ) -> None:
         self.tf_config = tf_config
         self.state = state
         self.spec = tf_config.decoder_spec
         self._config, self._like = config, like
         self._stopwatch, self._tokens = Stopwatch(tf_config.param_device), 0
-        self._has_adapters = self._has_features = False
+        self._has_adapters = self._has_features = self._has_images = False
         self._expert_load_LE: Tensor | None = None
         self._chunks = _build_chunks(tf_config, state)
         self.scalar_head = dict(scalar_head or {})
@@ -155,6 +158,7 @@ class MegatronModel:
             trained=not frozen,
             buffers=use_buffers,
             scalar_head=self.scalar_head,
+            frozen_vision=frozen_vision,
         )
         self._buffers = (
             ParamGradBuffers(self._chunks, tf_config, self._registry, self.mappings) if use_buffers else None
@@ -184,6 +188,8 @@ class MegatronModel:
 
     def forward_backward(self, plan: Sequence[MegatronRows], judge: LossCallback) -> list[KeptTensors]:
         self._tokens += sum(len(rows.tokens_T) for rows in plan)
+        # Every rank knows whether a global batch has images, also one whose samples have none.
+        self._has_images |= torch.is_grad_enabled() and any(rows.images is not None for rows in plan)
         return run_forward_backward(
             self._chunks,
             self.tf_config,
@@ -270,7 +276,8 @@ class MegatronModel:
         if self.spec.tie_embeddings and state.pp_group.world > 1 and state.embedding_group is not None and TIED in own:
             state.embedding_group.all_reduce_bucketed([own[TIED]])
         if self._buffers is None:
-            self._registry.set_grads(own)
+            self._registry.set_grads(own, images=self._has_images)
+        self._has_images = False
 
     def optimizer(self, train: TrainConfig, schedule: LRSchedule, *, lr_flag: str) -> OptimizerProtocol | None:
         """Build Megatron's distributed optimizer if it was selected, once per model; None otherwise."""

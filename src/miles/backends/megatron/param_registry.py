@@ -28,6 +28,7 @@ from miles.backends.megatron.param_mapping import (
     possible_names,
 )
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
+from miles.models.optim_groups import TRAINED_VISION, FrozenVision, is_vision_param
 
 _WIDE = (torch.float32, torch.float64)
 # Follows the load of experts, not a gradient; always float32.
@@ -39,7 +40,7 @@ _INDEXER = ".indexer."
 
 
 class ParamRegistry:
-    """The parameters of one rank's ``chunks``; if ``trained`` they are at least float32.
+    """The parameters of one rank's ``chunks``; if ``trained`` they are at least float32, but ``frozen_vision`` parts.
 
     Those of ``scalar_head`` are trained in float32 also if the others are not; the decoder's own head is then frozen.
     """
@@ -54,8 +55,10 @@ class ParamRegistry:
         trained: bool,
         buffers: bool,
         scalar_head: Collection[str] = (),
+        frozen_vision: FrozenVision = TRAINED_VISION,
     ) -> None:
         self.trained = trained
+        self._frozen = frozen_vision.select(mappings)
         self._scalar_head = frozenset(scalar_head)
         self._untrained = (*_UNTRAINED, *_ROUTER) if tf_config.balance.frozen else _UNTRAINED
         self._state = state
@@ -101,10 +104,15 @@ class ParamRegistry:
             out[name] = self._zeros(name) if grad is None else grad
         return out
 
-    def set_grads(self, grads: Mapping[str, Tensor]) -> None:
-        """Set the gradient of every parameter; those of other stages get an empty one."""
+    def set_grads(self, grads: Mapping[str, Tensor], *, images: bool = True) -> None:
+        """Set the gradient of every parameter; those of other stages get an empty one.
+
+        Those of the vision tower get none after a batch without ``images``.
+        """
         for name, parameter in self.parameters.items():
-            if parameter.requires_grad:
+            if not images and is_vision_param(name):
+                parameter.grad = None
+            elif parameter.requires_grad:
                 parameter.grad = grads[name] if name in grads else torch.zeros_like(parameter)
         self._grad_sums = dict.fromkeys(self._grad_sums)
 
@@ -185,7 +193,7 @@ class ParamRegistry:
     def _is_trained(self, name: str) -> bool:
         if self._scalar_head and (name in self._scalar_head or name == LM_HEAD):
             return name != LM_HEAD
-        return self.trained and not name.endswith(self._untrained) and _INDEXER not in name
+        return self.trained and not (name.endswith(self._untrained) or _INDEXER in name or name in self._frozen)
 
     def _accumulate(self, name: str, number: int, tensor: Tensor) -> None:
         """Add a module's gradient to the parameter's."""

@@ -21,6 +21,7 @@ from miles.models.accounting.params import (
     list_rank_params,
     optimizer_state_bytes,
 )
+from miles.models.optim_groups import TRAINED_VISION, FrozenVision, is_vision_param
 from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MoeSpec
 
 # Order of the parameters of Megatron's modules; names behind ``layers.N.``, of a prefix all by the order below it.
@@ -133,7 +134,7 @@ class HeldModel:
     """How a model is held: its dtype, and whether it is trained.
 
     ``scalar_head`` is the number of values of each parameter of a float32 head on the last stage, with which the
-    decoder's own head, unless it is the embedding, is not trained.
+    decoder's own head, unless it is the embedding, is not trained; nor are ``frozen_vision`` parts.
     """
 
     dtype: str
@@ -141,6 +142,7 @@ class HeldModel:
     moments: str = "float32"
     optimizer: str = "adam"
     scalar_head: tuple[int, ...] = ()
+    frozen_vision: FrozenVision = TRAINED_VISION
 
 
 def compute_rank_bytes(
@@ -181,6 +183,7 @@ def _list_stage_bytes(
 
 def _freeze(param: RankParam, flags: MegatronMemoryFlags, held: HeldModel) -> RankParam:
     frozen = not held.trained or (flags.frozen_router and param.name.endswith(_ROUTER))
+    frozen = frozen or bool(held.frozen_vision.select([param.name]))
     return replace(param, trained=False) if frozen or (held.scalar_head and param.name == _HEAD) else param
 
 
@@ -214,6 +217,8 @@ def list_stage_params(
         if last:
             head = _EMBEDDING if spec.tie_embeddings else _HEAD
             found += [_NORM] if spec.tie_embeddings and first else [_NORM, head]
+        if first:
+            found += [name for name in params if is_vision_param(name)]
         out.append([params[name] for name in found])
     return out
 

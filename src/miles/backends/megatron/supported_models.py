@@ -20,8 +20,6 @@ def check_megatron_support(spec: DecoderSpec, layout: ParallelDims) -> str | Non
     problem = layout.find_model_problem(spec)
     if problem is not None:
         return problem
-    if spec.vision is not None:
-        return f"the megatron backend cannot train {spec.family}: it has a vision tower; use --train-backend fsdp."
     problems = ((i, _unsupported_part(layer)) for i, layer in enumerate(spec.layers))
     found = next((f"layer {i} has {problem}" for i, problem in problems if problem is not None), None)
     if found is None:
