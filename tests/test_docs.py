@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from miles.rollout.reward.registry import GRADERS, RANDOM
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
+EXAMPLES = sorted((ROOT / "examples").glob("*/README.md"))
 RECIPES = sorted(f for f in (ROOT / "recipes").rglob("*") if f.suffix in SUFFIXES)
 VISION = ROOT / "recipes" / "grpo_geometry_vl.toml"
 # Those that take any model and data; tests/launch/recipes has the others.
@@ -91,7 +93,7 @@ def anchors(file: Path) -> set[str]:
 # -- links ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES], ids=named)
 def test_every_link_leads_somewhere(page: Path):
     broken = []
     for link in LINK.findall(prose(page)):
@@ -133,7 +135,7 @@ def test_every_flag_that_is_written_exists():
     known |= {*(flag for root in roots for flag in index_flags(get_options(root)))}
     unknown = {
         f"{named(page)}: {flag}"
-        for page in [*PAGES, *RECIPES]
+        for page in [*PAGES, *EXAMPLES, *RECIPES]
         for flag in FLAG.findall(page.read_text(encoding="utf-8"))
         if flag not in known and not flag.startswith(tuple(f"--{prefix}-" for prefix in get_passthroughs(Config)))
     }
@@ -205,6 +207,34 @@ def test_every_recipe_becomes_a_plan(recipe: Path, world: Path):
     assert plan.steps > 0
     assert {Path(origin).name for origin in origins.values()} >= {recipe.name, "base.toml"}
     assert config.models.hf_checkpoint == str(world)
+
+
+def with_world(words: list[str], folder: Path, world: Path) -> list[str]:
+    """A command's flags with the small checkpoint and its prompts, and with hooks of the example's own folder."""
+    flags = [f"{folder / word}" if (folder / word.partition(":")[0]).is_file() else word for word in words]
+    start = flags.index("--prompt-data") + 1
+    end = next(place for place in range(start, len(flags)) if flags[place].startswith("--"))
+    data = [str(world / "train.jsonl")]
+    flags = [*flags[:start], *data, *flags[end:]]
+    if "--multimodal-keys" in flags:  # of a model that reads images
+        place = flags.index("--multimodal-keys")
+        flags = [*flags[:place], *flags[place + 2 :]]
+    return [*flags, "--hf-checkpoint", str(world), "--input-key", "input", "--label-key", "label"]
+
+
+@pytest.mark.parametrize("page", [page for page in EXAMPLES if page.parent.name != "smollm2"], ids=named)
+def test_the_command_for_a_real_model_becomes_a_plan(page: Path, world: Path, monkeypatch):
+    """Every example but the one that has no other model says how; models and data are replaced by small ones."""
+    monkeypatch.chdir(ROOT)
+    (section,) = page.read_text(encoding="utf-8").split("## With a real model\n")[1:]
+    commands = [body for kind, body in FENCE.findall(section) if kind == "bash"]
+    assert commands
+    small = ["--rollout-max-prompt-len", "16", "--rollout-max-response-len", "16", "--rollout-max-context-len", "32"]
+    for command in commands:
+        miles, train, *words = shlex.split(command.replace("\\\n", " "))
+        assert (miles, train) == ("miles", "train")
+        _, plan, _ = read("plan", [*with_world(words, page.parent, world), *small])
+        assert plan.steps > 0
 
 
 @pytest.mark.parametrize(

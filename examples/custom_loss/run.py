@@ -15,7 +15,7 @@ import stage_flags
 from nim import write_start
 from training_runs import run_example
 
-WARMUP_STEPS = 80
+WARMUP_STEPS = 400
 STEPS = 40
 NIM = f"{Path(nim.__file__).resolve()}:Nim"
 LOSS = f"{Path(__file__).parent.resolve() / 'losses.py'}:spo"

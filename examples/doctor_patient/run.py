@@ -15,7 +15,7 @@ import stage_flags
 from cases import write_start
 from training_runs import run_example
 
-WARMUP_STEPS = 200
+WARMUP_STEPS = 800
 STEPS = 60
 VISIT = f"{Path(__file__).parent.resolve() / 'visit.py'}:visit"
 

@@ -1,7 +1,7 @@
 """The game of Nim with one pile: take one to three stones in turn; whoever takes the last one wins.
 
 The environment plays the other side, as well as a row's ``skill`` says: with 1 it never makes a mistake. Demonstrations
-keep to the rules and are otherwise random.
+keep to the rules and are seldom good.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from training_runs import write_rows
 MOST = 3
 """Stones that may be taken at once."""
 PILES = range(1, 13)
+SHOWN_SKILL = 0.2
+"""Of the player in demonstrations: a model that has only seen random moves takes all large piles for the same."""
 
 
 class Nim:
@@ -64,10 +66,10 @@ def show(pile: int) -> str:
 
 
 def demonstrate(pile: int, chance: random.Random) -> list[dict[str, object]]:
-    """A game in which both sides move at random."""
+    """A game of one who makes the best move now and then against one who moves at random."""
     messages: list[dict[str, object]] = []
     while pile > 0:
-        taken = chance.randint(1, min(MOST, pile))
+        taken = answer(pile, SHOWN_SKILL, chance)
         messages += [ask(show(pile)), say(str(taken))]
         pile -= taken
         if pile:
@@ -86,7 +88,7 @@ def write_start(
     skill: float = 0.3,
     parts: dict[str, Iterable[int]] | None = None,
     seed: int = 0,
-    demonstrations: int = 1024,
+    demonstrations: int = 4096,
 ) -> None:
     """``warmup.jsonl``, a file of prompts for each of ``parts``, ``heldout.jsonl`` with all of them, and a model."""
     chance = random.Random(f"nim {seed}")

@@ -1,4 +1,4 @@
-"""Teach a small model to win at Nim: a warm-up on random games, then GRPO on its own.
+"""Teach a small model to win at Nim: a warm-up on games that are played poorly, then GRPO on its own.
 
 python examples/game/run.py [FOLDER [SEED]]
 """
@@ -14,7 +14,7 @@ import stage_flags
 from nim import write_start
 from training_runs import run_example
 
-WARMUP_STEPS = 80
+WARMUP_STEPS = 400
 STEPS = 60
 NIM = f"{Path(__file__).parent.resolve() / 'nim.py'}:Nim"
 
@@ -26,7 +26,7 @@ def warmup_flags(start: Path, save: Path, steps: int = WARMUP_STEPS) -> list[str
 def grpo_flags(start: Path, warm: Path, save: Path, steps: int = STEPS) -> list[str]:
     """GRPO; the environment says who won."""
     means = stage_flags.in_turns(12, "--generate-environment", NIM)
-    stage = stage_flags.grpo(start, save, steps, prompts=12, samples=32, lr=2e-3)
+    stage = stage_flags.grpo(start, save, steps, prompts=12, samples=32, lr=1e-3)
     return ["--hf-checkpoint", str(warm), *stage, *means]
 
 

@@ -277,7 +277,7 @@ PAGES = (
             "and replayed. LoRA adapts the routed experts, not the shared ones, which also stay wide where experts are "
             "quantized.",
             ROUTING,
-            "Refused in a sentence: context and sequence parallelism, sharing a prefix in training, "
+            "Refused in a sentence: sequence parallelism, sharing a prefix in training, "
             "and `--train-backend megatron`. Tensor, expert and FSDP parallelism work.",
             "The sizes are those of the text model, from the published keys of the configs. The announced 975B and "
             "276B are what they would be if the first two layers had experts.",

@@ -105,8 +105,6 @@ def test_what_is_not_implemented_is_refused_by_its_key(key, value):
 def test_what_the_family_does_not_support_is_refused_in_a_sentence():
     spec = spec_from_config(small_config())
     assert "recurrent layers carry a state" in str(check_prefix_sharing(spec))
-    context = ParallelDims(world=2, context=2).find_model_problem(spec)
-    assert context is not None and "looks up n-grams of the tokens" in context
     sequence = ParallelDims(world=2, tensor=2, sequence=True).find_model_problem(spec)
     assert sequence is not None and "n-gram embeddings" in sequence
     assert "several residual streams" in str(check_megatron_support(spec, ParallelDims()))

@@ -96,8 +96,6 @@ def test_what_is_not_implemented_is_refused_by_its_key(key, value):
 def test_what_relative_attention_does_not_support_is_refused_in_a_sentence():
     spec = spec_from_config(small_config())
     assert "carry a state" in str(check_prefix_sharing(spec))
-    problem = ParallelDims(world=2, context=2).find_model_problem(spec)
-    assert problem is not None and "layer 0 adds a relative position bias" in problem
     problem = ParallelDims(world=2, tensor=2, sequence=True).find_model_problem(spec)
     assert problem is not None and "short convolutions" in problem
     assert "a relative position bias" in str(check_megatron_support(spec, ParallelDims()))

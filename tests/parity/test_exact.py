@@ -309,7 +309,18 @@ def test_ranks_that_share_a_batch_or_experts_read_the_same_bits(saved, name):
 
 
 @pytest.mark.parametrize(
-    "kind", ["lfm2", "hybrid qwen3.5", "deepseek v3.2", "minimax-m3", "hybrid glm 5.3 flash", "deepseek v4", "gemma3n"]
+    "kind",
+    [
+        "lfm2",
+        "hybrid qwen3.5",
+        "deepseek v3.2",
+        "minimax-m3",
+        "hybrid glm 5.3 flash",
+        "deepseek v4",
+        "gemma3n",
+        "inkling",
+        "hybrid qwen4",
+    ],
 )
 def test_context_ranks_read_the_same_bits_of_recurrent_and_sparse_models(kind, tmp_path):
     decoder = decoder_of(spec_of_kind(kind), torch.bfloat16)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from miles.core.errors import UsageError
 from miles.kernels.numerics import Numerics
 from miles.models.parallel import tp_sharding as shard
-from miles.models.spec import AttentionSpec, DecoderSpec, PoolIndexerSpec, RelativeAttentionSpec
+from miles.models.spec import DecoderSpec
 
 # Average tokens of a chunk from which recurrent layers scan it where it is.
 MIN_SCANNED_CHUNK = 64
@@ -147,21 +147,22 @@ class ParallelDims:
             )
         return None
 
-    def find_model_problem(self, spec: DecoderSpec) -> str | None:
-        """Why this model cannot be trained with these sizes, in a sentence; None if it can."""
+    def find_model_problem(self, spec: DecoderSpec, *, slices_layer_inputs: bool = False) -> str | None:
+        """Why this model cannot be trained with these sizes, in a sentence; None if it can.
+
+        Sequence parallelism may slice per-layer inputs, as that of Megatron does.
+        """
         problem = shard.check_tp_size(spec, self.tensor)
         if problem is not None:
             return f"the model cannot be split over {self.tensor} tensor parallel ranks: {problem}."
         if self.sequence and self.tensor == 1:
             return "sequence parallelism needs a tensor parallel size above 1; raise that size or disable it."
-        if self.sequence and spec.per_layer_input is not None:
+        if self.sequence and spec.per_layer_input is not None and not slices_layer_inputs:
             return "sequence parallelism does not split the embeddings that each layer of this model has; disable it."
         if self.sequence and spec.has_ngrams:
             return "sequence parallelism does not split the n-gram embeddings of this model; disable it."
         if self.sequence and any(layer.output_kernel for layer in spec.layers):
             return "sequence parallelism splits the tokens that short convolutions of this model read; disable it."
-        if self.context > 1 and (problem := _find_context_problem(spec)) is not None:
-            return f"sequences cannot be split over {self.context} context parallel ranks: {problem}."
         if self.expert > 1:
             counts = {layer.ffn.num_experts for layer in spec.layers if isinstance(layer.ffn, shard.MoeSpec)}
             if not counts:
@@ -172,18 +173,3 @@ class ParallelDims:
                     f"{odd} experts cannot be distributed evenly over {self.expert} ranks; choose a divisor of {odd}."
                 )
         return None
-
-
-def _find_context_problem(spec: DecoderSpec) -> str | None:
-    """Why sequences of this model cannot be split over ranks."""
-    for i, layer in enumerate(spec.layers):
-        if layer.ngram is not None:
-            return f"layer {i} looks up n-grams of the tokens before each one, which ranks do not exchange"
-        match layer.mixer:
-            case AttentionSpec(indexer=PoolIndexerSpec()):
-                return f"layer {i} selects pools of tokens by mean keys, which ranks do not exchange"
-            case RelativeAttentionSpec():
-                return f"layer {i} adds a relative position bias to scores, which ranks do not exchange"
-            case _:
-                pass
-    return None

@@ -15,6 +15,7 @@ from miles.kernels.numerics import FAST
 from miles.models.checkpoint.hf import read_config
 from miles.models.decoder import Decoder, Routing
 from miles.models.families import spec_from_config
+from miles.models.layers.ngram_embedding import NgramEmbedding
 from miles.train.indexer_replay import build_selections, collect_counts
 from miles.train.logprobs import HeadOutput, compute_logprobs
 
@@ -29,6 +30,10 @@ def decoder_of(spec, *, recompute=False, dtype=torch.float32):
         for parameter in decoder.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else 0.25 * noise)
+        for module in decoder.modules():
+            if isinstance(module, NgramEmbedding):
+                for name, constant in module.constants().items():
+                    module.get_parameter(name).copy_(constant)
     decoder.checkpoint_layers = recompute
     return decoder
 

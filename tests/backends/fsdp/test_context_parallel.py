@@ -167,6 +167,23 @@ def test_two_ranks_learn_what_one_learns_with_pools_blocks_and_compressed_keys()
     )
 
 
+def test_two_ranks_learn_what_one_learns_with_position_biases_and_ngrams():
+    compare(
+        2,
+        [
+            case("inkling", replay=True, recompute=True, dtype=torch.float64),
+            case("inkling whole", multiple=4, dtype=torch.float64),
+            case("hybrid qwen4", replay=True, dtype=torch.float64),
+            case("hybrid qwen4 with a tower, longer n-grams, not normalised", recompute=True, dtype=torch.float64),
+        ],
+    )
+
+
+def test_four_ranks_that_hand_tokens_and_convolved_inputs_on_learn_what_one_learns():
+    kinds = ("inkling", "hybrid qwen4 with a tower, longer n-grams, not normalised")
+    compare(4, [case(kind, dtype=torch.float64) for kind in kinds], scanned=0)
+
+
 def test_four_ranks_learn_what_one_learns():
     compare(4, [case("qwen3 moe", replay=True), case("qwen3", share=True)])
 

@@ -294,6 +294,7 @@ def logprobs_of(
     batch: tuple[Sample, ...],
     dtype: torch.dtype,
     share: bool,
+    flags: tuple[str, ...] = (),
 ) -> torch.Tensor:
     """The log-probs of all trained tokens, sample after sample, of a frozen model of Megatron's."""
     from tests.backends.megatron.shim import on_cpu
@@ -302,7 +303,8 @@ def logprobs_of(
         from miles.backends.megatron.model import load_megatron_model
         from miles.backends.megatron.parallel_state import destroy_parallel_state
 
-        model = load_megatron_model(folder, spec_from_config(read_config(folder)), layout, dtype=dtype, frozen=True)
+        spec = spec_from_config(read_config(folder))
+        model = load_megatron_model(folder, spec, layout, dtype=dtype, flags=flags, frozen=True)
         try:
             flat = flatten_batch([[s] for s in batch], lambda counts: np.ones(len(counts)))
             rows = pack_micro_batch(flat, range(len(batch)), device=model.device, replay=False, share=share)

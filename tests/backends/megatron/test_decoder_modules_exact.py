@@ -42,6 +42,13 @@ CASES = [
     Case("llama 4", SPLIT),
     Case("gemma4", {"tensor": 2}),
     Case("gemma4 with experts", SPLIT),
+    Case("gemma3n", SPLIT, AGAIN),
+    Case("gemma4 with per-layer inputs and shared keys", {"tensor": 2}),
+    Case("hybrid glm 5.3 flash", {"pipeline": 2}),
+    Case("deepseek v4", SPLIT),
+    Case("deepseek v4", {"context": 2, "expert": 2}),
+    Case("minimax-m3", SPLIT),
+    Case("minimax-m3", {"context": 2}, SELECTIVE),
 ]
 QUICK = [Case("gpt-oss", SPREAD, SELECTIVE), Case("minimax-m2", SPLIT), Case("gemma2", SPLIT, DISTRIBUTED_OPTIMIZER)]
 

@@ -41,7 +41,8 @@ def balance_grads(
     flat = flatten_batch([[s] for s in batch], lambda counts: np.ones(len(counts)))
     rows = pack_micro_batch(flat, range(len(batch)), device=model.device, replay=True)
     inputs: dict[Any, torch.Tensor] = {}
-    layers: Any = [decoder.layers[i].moe for i in decoder.spec.moe_layers]
+    all_layers: list[Any] = [decoder.layers[i].moe for i in decoder.spec.moe_layers]
+    layers = [layer for layer in all_layers if layer.expert_table is None]
     for layer in layers:
         layer.register_forward_pre_hook(lambda module, args: inputs.__setitem__(module, args[0]))
 
@@ -50,7 +51,8 @@ def balance_grads(
         for layer in layers:
             logits = layer.compute_router_logits(inputs[layer])
             total = total + z * logits.exp().sum(1).log().pow(2).mean()
-            scores = logits.softmax(1) if moe.score == "softmax" else logits.sigmoid()
+            score = {"softmax": lambda x: x.softmax(1), "sigmoid": torch.sigmoid}
+            scores = score.get(moe.score, lambda x: x.exp().add(1).log().sqrt())(logits)
             scores = scores / scores.sum(1, keepdim=True)
             count, start = len(scores), 0
             pieces = [(aux, slice(None), count)]

@@ -61,6 +61,28 @@ def test_outputs_and_gradients_are_those_of_the_definition(window, most, monkeyp
     torch.testing.assert_close(torch.autograd.grad(found, leaves, grad), torch.autograd.grad(wanted, leaves, grad))
 
 
+def some_of(inputs: AttentionInputs, bias: RelativeBias) -> tuple[Tensor, tuple[AttentionInputs, RelativeBias], list]:
+    """Queries of the last, the first and the second sequence, of the last only those at its end, and all keys."""
+    segments = [Segment(5, ((10, 13),)), Segment(9, ((0, 4), (4, 5))), Segment(1, ((9, 1),))]
+    rows = torch.tensor([*range(18, 23), *range(10)])
+    part = inputs._replace(q_THd=inputs.q_THd[rows]), bias._replace(weights_THr=bias.weights_THr[rows])
+    return rows, part, segments
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("most", [1 << 23, 40], ids=["one slice", "small slices"])
+def test_queries_at_the_end_of_their_keys_have_the_outputs_and_gradients_of_the_definition(window, most, monkeypatch):
+    monkeypatch.setattr(eager, "_MAX_SCORES", most)
+    inputs, bias = inputs_of(sum(LENGTHS), window)
+    leaves = [x.requires_grad_() for x in (*inputs[:3], *bias)]
+    rows, part, segments = some_of(inputs, bias)
+    wanted = by_definition(inputs, bias, LENGTHS)[rows]
+    found = TreeAttentionBackend(segments, "cpu", keys=sum(LENGTHS)).attend_relative(0, *part)
+    grad = random(*wanted.shape, seed=5)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(torch.autograd.grad(found, leaves, grad), torch.autograd.grad(wanted, leaves, grad))
+
+
 @pytest.mark.parametrize("window", [None, 4])
 def test_pages_filled_in_chunks_give_the_same(window):
     """A chunk, decoded tokens and another chunk of two sequences, in pages of three tokens."""
@@ -129,4 +151,4 @@ def test_distances_without_a_bias_have_none():
 
 def test_backends_without_the_bias_are_not_taken_for_one_that_has_it():
     assert issubclass(VarlenAttentionBackend, RelativeAttentionBackend)
-    assert not any(issubclass(cls, RelativeAttentionBackend) for cls in (TreeAttentionBackend, TritonAttentionBackend))
+    assert not issubclass(TritonAttentionBackend, RelativeAttentionBackend)

@@ -95,8 +95,8 @@ def test_the_ranks_of_fsdp_together_hold_a_published_model(name: str):
     for layout in layouts:
         held = layout.world * sum(param.count for param in list_rank_params(spec, get_sharding_degrees(layout)))
         total, padding = sum_fsdp_ranks(spec, layout)
-        # Two shared experts in one tensor are few rows for the ranks of Inkling.
-        assert held == total and padding < 0.03 * total, layout
+        # Two shared experts in one tensor are few rows for the ranks of Inkling; 60 experts on 8 ranks become 64.
+        assert held == total and padding < 0.06 * total, layout
         # Every value is on each replica once; what tensor-parallel ranks do not shard is on each of them.
         assert (total - padding) >= layout.replicate * parameter_count(spec)
 

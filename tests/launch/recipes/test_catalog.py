@@ -18,8 +18,10 @@ from miles.launch.recipes.catalog import (
     select_recipes,
 )
 from miles.launch.recipes.fit import plan_recipe, write_published_config
-from miles.models.accounting.known_models import find_known_config
+from miles.models.accounting.known_models import find_known_config, load_known_models
 from miles.models.families import spec_from_config
+from miles.models.families.registry import FAMILIES
+from miles.models.spec import DecoderSpec
 
 RECIPES = list_recipes()
 PLANNED = [recipe for recipe in RECIPES if recipe.hardware is not None and recipe.hardware.gpus_per_node]
@@ -35,11 +37,15 @@ ROW = {
     "messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}],
     "images": [],
 }
-FAMILIES = {
-    "qwen2_5", "qwen3", "qwen3_next", "qwen3_5", "qwen3_6", "qwen3_vl", "glm", "deepseek", "kimi", "minimax", "gpt_oss",
-    "llama", "gemma", "mistral", "phi", "nemotron", "smollm",
+# Without a published size: the text model of another family's checkpoints alone, or the same model by another name.
+ALONE = {
+    "gemma3n", "gemma4_text", "inkling_text", "kimi_k2", "llama4_text", "qwen3_5_text", "qwen3_5_moe_text",
+    "qwen4_exp_text",
 }  # fmt: skip
-HARDWARE = {"1x24GB", "1x80GB", "8xH100", "8xH200", "8xMI300X", "2x8xH100", "2x8xH200", "16x8xH100", "16x8xH200"}
+HARDWARE = {
+    "1x24GB", "1x80GB", "8xH100", "8xH200", "8xMI300X", "2x8xH100", "2x8xH200", "2x8xMI300X", "16x8xH100", "16x8xH200",
+    "16x8xMI300X",
+}  # fmt: skip
 TASKS = {
     "math GRPO", "math DAPO", "math GSPO", "code in the sandbox", "multi-turn tools", "search", "multi-agent",
     "distillation", "SFT to RL", "reward model", "DPO", "adapters", "FP8", "images",
@@ -61,22 +67,32 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- what there is --------------------------------------------------------------------------
 
 
-def test_there_is_a_recipe_for_every_family_hardware_and_task():
-    assert {recipe.family for recipe in RECIPES} >= FAMILIES
+def test_there_is_a_recipe_for_every_family_that_has_a_published_size():
+    planned = {read_shape(recipe).family for recipe in PLANNED}
+    assert {family.model_type for family in FAMILIES} - planned == ALONE
+    published = {spec_from_config(config).family for config in load_known_models().values()}
+    assert not ALONE & published
+
+
+def test_there_is_a_recipe_for_every_hardware_and_task():
     assert {recipe.hardware.name for recipe in PLANNED if recipe.hardware} >= HARDWARE
     assert not [task for task in TASKS if not select_recipes(RECIPES, family=None, hardware=None, task=task)]
 
 
 def test_a_family_with_dense_and_moe_models_has_recipes_for_both():
-    for family in ("qwen3", "qwen3_5", "qwen3_6", "qwen3_vl", "glm", "deepseek", "llama", "mistral", "nemotron"):
-        sparse = {has_experts(recipe) for recipe in PLANNED if recipe.family == family}
+    families = (
+        *("qwen2", "qwen3", "qwen3_5", "qwen3_6", "qwen3_vl", "glm", "deepseek", "llama", "mistral", "nemotron"),
+        *("gemma", "ernie", "hunyuan", "lfm"),
+    )
+    for family in families:
+        sparse = {read_shape(recipe).moe is not None for recipe in PLANNED if recipe.family == family}
         assert sparse == {True, False}, family
 
 
-def has_experts(recipe: Recipe) -> bool:
+def read_shape(recipe: Recipe) -> DecoderSpec:
     known = find_known_config(recipe.shape or "")
-    assert known is not None
-    return spec_from_config(known).moe is not None
+    assert known is not None, recipe.name
+    return spec_from_config(known)
 
 
 def test_a_recipe_says_that_it_was_run_only_with_a_curve():

@@ -31,7 +31,7 @@ def test_recipes_are_listed_and_filtered(capsys: pytest.CaptureFixture[str]):
     every = list_names(capsys)
     assert every == {recipe.name for recipe in RECIPES}
     found = list_names(capsys, "--family", "QWEN3", "--hardware", "8xh100", "--task", "dapo")
-    assert found == {"qwen3/8b_dapo_8xh100"}
+    assert found == {"qwen3/8b_dapo_8xh100", "qwen3/32b_dapo_2x8xh100"}
     assert list_names(capsys, "--hardware", "mi300x") == {name for name in every if "mi300x" in name}
 
 

@@ -30,7 +30,7 @@ from miles.cluster.parallel_dims import splits_scans
 from miles.kernels.attention.compressed import CompressorInputs
 from miles.kernels.attention.gather_rows import index_rows
 from miles.kernels.attention.indexer_replay import IndexerSelections
-from miles.kernels.attention.params import AttentionInputs, BlockIndexerInputs, IndexerInputs
+from miles.kernels.attention.params import AttentionInputs, BlockIndexerInputs, IndexerInputs, RelativeBias
 from miles.kernels.attention.tree import KeyRuns, Segment, TreeAttentionBackend
 from miles.kernels.attention.varlen import FreshRecurrentState
 from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend
@@ -96,14 +96,21 @@ class ContextParallelAttention:
         self._backend = backend_class(segments, device, keys=group.world * own, selections=selections)
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        k_tGd, v_tGe = inputs.k_TGd, inputs.v_TGe
-        # One all-gather for both: keys and values concatenated.
-        both_MGx = gather_from_sequence_region(torch.cat((k_tGd, v_tGe), -1), self._group)
-        k_MGd, v_MGe = both_MGx.split((k_tGd.shape[-1], v_tGe.shape[-1]), dim=-1)
-        index = inputs.indexer
+        inputs, index = self._gather_keys(inputs), inputs.indexer
         if isinstance(index, IndexerInputs | BlockIndexerInputs):
             index = replace(index, k_Td=gather_from_sequence_region(index.k_Td, self._group))
-        return self._backend(layer, inputs._replace(k_TGd=k_MGd, v_TGe=v_MGe, indexer=index))
+        return self._backend(layer, inputs._replace(indexer=index))
+
+    def _gather_keys(self, inputs: AttentionInputs) -> AttentionInputs:
+        """The inputs with the keys and values of all ranks, from one all-gather for both."""
+        k_tGd, v_tGe = inputs.k_TGd, inputs.v_TGe
+        both_MGx = gather_from_sequence_region(torch.cat((k_tGd, v_tGe), -1), self._group)
+        k_MGd, v_MGe = both_MGx.split((k_tGd.shape[-1], v_tGe.shape[-1]), dim=-1)
+        return inputs._replace(k_TGd=k_MGd, v_TGe=v_MGe)
+
+    def attend_relative(self, layer: int, inputs: AttentionInputs, bias: RelativeBias) -> Tensor:
+        """Attend with a relative position bias."""
+        return self._backend.attend_relative(layer, self._gather_keys(inputs), bias)
 
     def attend_compressed(self, layer: int, inputs: AttentionInputs, compressor: CompressorInputs) -> Tensor:
         """Attend to a window of tokens and to compressed keys, computed from the states of the tokens of all ranks."""

@@ -87,8 +87,8 @@ def _hook_attention(attention: Any, mixer: object, index: int, trace: Activation
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Flatten Megatron's batch dimension."""
-    return x.flatten(0, 1) if x.ndim == 3 else x
+    """Remove Megatron's batch dimension, unless it holds several residual streams."""
+    return x.squeeze(1) if x.ndim == 3 else x
 
 
 def _record_output(trace: ActivationTrace, layer: int, operation: str, *, bias: bool = False) -> Callable[..., None]:

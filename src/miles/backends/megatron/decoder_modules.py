@@ -31,24 +31,24 @@ from torch.utils.checkpoint import checkpoint
 
 from miles.backends.megatron.batch_invariant_layers import reduce_in_rank_order
 from miles.backends.megatron.module_choice import choose_modules
-from miles.backends.megatron.packed_batch import LayerRoutingReplay, PackedParams
+from miles.backends.megatron.packed_batch import LayerRoutingReplay, PackedAttention, PackedParams
 from miles.backends.megatron.parallel_state import MegatronGroup
 from miles.backends.megatron.param_mapping import build_param_mappings
 from miles.backends.megatron.router import RouterLoss, attach_loss
 from miles.backends.megatron.sharded_state import build_sharded_tensors
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
+from miles.kernels.attention.compressed import CompressorInputs
 from miles.kernels.attention.params import AttentionInputs
 from miles.kernels.batch_invariant.elementwise import sum_in_rank_order
 from miles.models.decoder import MIXERS
 from miles.models.layers.attention import Attention
-from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.mlp import Mlp
 from miles.models.layers.moe import MoeMlp, Routing
 from miles.models.layers.norm import RMSNorm
 from miles.models.parallel.expert_dispatch import AllToAllDispatcher
 from miles.models.parallel.tp_decoder import ParallelRMSNorm
 from miles.models.parallel.tp_sharding import compute_tp_shards, shard_spec
-from miles.models.spec import DecoderSpec, MlaSpec, MlpSpec, MoeSpec
+from miles.models.spec import AttentionSpec, DecoderSpec, IndexerSpec, MlaSpec, MlpSpec, MoeSpec
 
 
 class TensorParallelRegion:
@@ -153,7 +153,10 @@ class DecoderMixer(DecoderModule):
         mixer = spec.layers[index].mixer
         name, mixer_class = MIXERS[type(mixer)]
         self.mixer = name
-        self._selects = isinstance(mixer, MlaSpec) and mixer.indexer is not None and mixer.indexer.source is None
+        indexer = mixer.indexer if isinstance(mixer, AttentionSpec | MlaSpec) else None
+        self._selects = indexer is not None and not (isinstance(indexer, IndexerSpec) and indexer.source is not None)
+        others = (layer.mixer for layer in spec.layers)
+        self._is_source = any(isinstance(other, AttentionSpec) and other.kv_source == index for other in others)
         self.add_decoder_module(config, index, name, partial(mixer_class, mixer, spec, index))
         modules = config.recompute_modules or ()
         self._recomputes = config.recompute_granularity == "selective" and "core_attn" in modules
@@ -166,9 +169,12 @@ class DecoderMixer(DecoderModule):
         recomputes = self._recomputes and torch.is_grad_enabled()
         backend = _RecomputedAttention(packed) if recomputes else packed
         x_tD = self.region.enter(hidden_states).flatten(0, 1)
+        # Layers that reuse a selection or keys are behind this one, and their backward runs earlier.
         if self._selects and x_tD.requires_grad:
-            # Layers that reuse the selection are behind this one, and their backward runs earlier.
             x_tD.register_hook(lambda _: packed.drop_selection(self._index))
+        if self._is_source and x_tD.requires_grad:
+            shared_kv = packed_seq_params.positions.shared_kv
+            x_tD.register_hook(lambda _: shared_kv.pop(self._index, None) and None)
         out_tD = self.get_submodule(self.mixer)(x_tD, packed_seq_params.positions, backend)
         return self.region.leave(out_tD).unsqueeze(1), None
 
@@ -178,11 +184,17 @@ class _RecomputedAttention:
 
     latent = False
 
-    def __init__(self, inner: AttentionBackend) -> None:
+    def __init__(self, inner: PackedAttention) -> None:
         self._inner = inner
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         out = checkpoint(self._inner, layer, inputs, use_reentrant=False)
+        assert isinstance(out, Tensor)
+        return out
+
+    def attend_compressed(self, layer: int, inputs: AttentionInputs, compressor: CompressorInputs) -> Tensor:
+        """Attend to a window of tokens and to compressed keys."""
+        out = checkpoint(self._inner.attend_compressed, layer, inputs, compressor, use_reentrant=False)
         assert isinstance(out, Tensor)
         return out
 
@@ -216,12 +228,13 @@ class DecoderMlp(DecoderModule):
 class DecoderMoe(DecoderModule):
     """The decoder's experts as Megatron's MoE layer, built in ``set_layer_number``; every rank routes its own slots.
 
-    ``router_replay`` and ``router_loss`` are those of the micro-batch, set before each forward. Experts beside an MLP
-    read the residual stream, of which the norm before the MLP is here.
+    ``router_replay``, ``router_loss`` and ``tokens_s`` are those of the micro-batch, set before each forward. Experts
+    beside an MLP read the residual stream, of which the norm before the MLP is here.
     """
 
     router_replay: LayerRoutingReplay | None = None
     router_loss: RouterLoss | None = None
+    tokens_s: Tensor | None = None
 
     def set_layer_number(self, layer_number: int) -> None:
         """Build the experts of this layer."""
@@ -249,7 +262,8 @@ class DecoderMoe(DecoderModule):
         moe = self.get_submodule("moe")
         assert isinstance(moe, MoeMlp)
         x_sD = hidden_states.flatten(0, 1)
-        routing = None if self.router_replay is None else LayerRouting(self.router_replay)
+        routing = Routing() if self.router_replay is None else LayerRouting(self.router_replay)
+        routing.tokens_T = self.tokens_s
         weights_sk, experts_sk = moe.route_tokens(x_sD, routing)
         weights_sk = self._attach_loss(moe, weights_sk, x_sD)
         group = self.region.group
@@ -269,13 +283,12 @@ class DecoderMoe(DecoderModule):
 
     def _attach_loss(self, moe: MoeMlp, weights_sk: Tensor, x_sD: Tensor) -> Tensor:
         """Let backward also be that of the router losses of this micro-batch, if there are any."""
-        if self.router_loss is None or not self.training or not torch.is_grad_enabled():
+        is_training = self.training and torch.is_grad_enabled()
+        if self.router_loss is None or not is_training or moe.spec.hash_vocab:
             return weights_sk
         logits_sE = moe.compute_router_logits(x_sD)
-        score = "softmax" if moe.spec.score == "softmax" else "sigmoid"
-        return attach_loss(
-            weights_sk, self.router_loss.compute(logits_sE, topk=moe.spec.experts_per_token, score=score)
-        )
+        loss = self.router_loss.compute(logits_sE, topk=moe.spec.experts_per_token, score=moe.spec.score)
+        return attach_loss(weights_sk, loss)
 
 
 class LayerRouting(Routing):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,11 +34,20 @@ from miles.backends.megatron.batch_invariant_layers import (
     BatchInvariantSelfAttention,
 )
 from miles.backends.megatron.batch_invariant_moe import BatchInvariantMoeLayer
-from miles.backends.megatron.decoder_modules import use_decoder_modules
+from miles.backends.megatron.decoder_modules import DecoderMoe, use_decoder_modules
 from miles.backends.megatron.experts import GroupedExperts
 from miles.backends.megatron.mla import PackedMLASelfAttention
 from miles.backends.megatron.module_choice import choose_modules
 from miles.backends.megatron.packed_batch import LayerRoutingReplay, PackedParams
+from miles.backends.megatron.residual_streams import (
+    ResidualState,
+    build_layer_streams,
+    build_per_layer_input,
+    has_wide_state,
+    recompute_layers,
+    select_input,
+    shares_keys,
+)
 from miles.backends.megatron.router import BalancedRouter
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
 from miles.backends.megatron.vision_stage import add_deepstack, build_vision_tower, check_first_stage, place_images
@@ -135,6 +145,8 @@ class ReplayTransformerLayer(TransformerLayer):
         super().__init__(config, *args, **kwargs)
         self.output_scale: nn.Parameter | None = None
         layer = config.decoder_spec.layers[self.layer_number - 1]
+        self.streams = build_layer_streams(config, self.layer_number - 1)
+        self.per_layer = build_per_layer_input(config, self.layer_number - 1)
         if layer.post_norms:
             # Megatron enables gradients for its residual additions, also in a forward without them.
             self.bias_dropout_add_exec_handler = nullcontext
@@ -144,16 +156,32 @@ class ReplayTransformerLayer(TransformerLayer):
         # A recomputed router would see the replay of another micro-batch.
         self.recompute_mlp = self.recompute_mlp and isinstance(layer.ffn, MlpSpec)
 
-    def forward(self, *args: Any, packed_seq_params: PackedParams | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        context: Tensor | None = None,
+        packed_seq_params: PackedParams | None = None,
+        **kwargs: Any,
+    ) -> Any:
         config = self.config
         assert packed_seq_params is not None and isinstance(config, DecoderTransformerConfig)
-        if isinstance(config.decoder_spec.layers[self.layer_number - 1].ffn, MoeSpec):
-            replay, slot = packed_seq_params.replay, config.decoder_spec.moe_layers.index(self.layer_number - 1)
+        spec, index = config.decoder_spec, self.layer_number - 1
+        if isinstance(spec.layers[index].ffn, MoeSpec):
+            replay, slot = packed_seq_params.replay, spec.moe_layers.index(index)
             mlp: Any = self.mlp
             mlp.router.router_replay = None if replay is None else LayerRoutingReplay(replay, slot)
             mlp.router.router_loss = packed_seq_params.router_loss
-        found: Any = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
-        hidden_states, context = found
+            if isinstance(mlp, DecoderMoe):
+                mlp.tokens_s = packed_seq_params.tokens_s
+        if self.streams is not None:
+            return self.streams(self, hidden_states, context, packed_seq_params), context
+        out: Any = super().forward(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
+        hidden_states = out[0]
+        if self.per_layer is not None:
+            assert context is not None
+            x_sD = hidden_states.squeeze(1)
+            hidden_states = hidden_states + self.per_layer(x_sD, select_input(context, spec, index)).unsqueeze(1)
         if self.output_scale is not None:
             hidden_states = hidden_states * self.output_scale
         hidden_states = add_deepstack(hidden_states, packed_seq_params, self.layer_number - 1)
@@ -170,13 +198,49 @@ class GPTBackbone(GPTModel):
         self.vision: VisionTower | None = None
         if self.pre_process and config.decoder_spec.vision is not None:
             self.vision = build_vision_tower(config)
+        self.residual: ResidualState | None = None
+        decoder: Any = self.decoder
+        if has_wide_state(config.decoder_spec):
+            sides = {"first": self.pre_process, "last": self.post_process}
+            self.residual = ResidualState(config, end=decoder.layers[-1].layer_number, **sides)
+            if self.post_process:
+                join = self.residual.join
+                decoder.final_layernorm.register_forward_pre_hook(lambda _, args: (join(args[0]),))
+        if shares_keys(config.decoder_spec):
+            decoder._checkpointed_forward = partial(recompute_layers, decoder)
 
-    def _preprocess(self, *args: Any, packed_seq_params: PackedParams, **kwargs: Any) -> Any:
-        x_t1D, *others = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
-        if self.vision is not None:
-            assert isinstance(self.config, DecoderTransformerConfig)
-            x_t1D = place_images(self.vision, x_t1D, packed_seq_params, self.config)
-        return x_t1D, *others
+    def forward(
+        self, input_ids: Tensor, *args: Any, packed_seq_params: PackedParams | None = None, **kwargs: Any
+    ) -> Tensor:
+        residual = self.residual
+        assert packed_seq_params is not None
+        if residual is None:
+            return super().forward(input_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
+        if self.pre_process:
+            x_s1D = self._place_images(self.embedding(input_ids=input_ids, position_ids=None), packed_seq_params)
+            vision = packed_seq_params.vision
+            placeholder_I = None if vision is None else vision.token_I
+            x_sSD, inputs_s1X = residual.begin(packed_seq_params.tokens_s, x_s1D, placeholder_I)
+        else:
+            received: Any = self.decoder.input_tensor
+            x_sSD, inputs_s1X = residual.receive(received)
+            self.decoder.set_input_tensor(x_sSD)
+        kwargs |= {"decoder_input": x_sSD, "extra_block_kwargs": {"context": inputs_s1X}}
+        out = super().forward(input_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
+        return out if self.post_process else residual.send(out, inputs_s1X)
+
+    def _preprocess(
+        self, *args: Any, packed_seq_params: PackedParams, decoder_input: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        how: Any = {"packed_seq_params": packed_seq_params, "decoder_input": decoder_input, **kwargs}
+        x_s1D, *others = super()._preprocess(*args, **how)
+        return x_s1D if decoder_input is not None else self._place_images(x_s1D, packed_seq_params), *others
+
+    def _place_images(self, x_s1D: Tensor, packed: PackedParams) -> Tensor:
+        if self.vision is None:
+            return x_s1D
+        assert isinstance(self.config, DecoderTransformerConfig)
+        return place_images(self.vision, x_s1D, packed, self.config)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
@@ -241,9 +305,16 @@ def _stage_layers(config: DecoderTransformerConfig, stage: int | None, rank: int
 
 
 def _check_selections(spec: DecoderSpec, layers: range) -> None:
-    """Raise an error if a layer of this stage reuses what the indexer of another stage selects."""
+    """Raise an error if a layer of this stage reuses what the indexer of another stage selects, or its keys."""
     for i in layers:
         mixer = spec.layers[i].mixer
+        keys = mixer.kv_source if isinstance(mixer, AttentionSpec) else None
+        if keys is not None and keys not in layers:
+            raise UsageError(
+                f"layer {i} of {spec.family} attends to the keys of layer {keys}, which is on another pipeline stage; "
+                "let the layers that share keys be on one stage, with --megatron-num-layers-in-first-pipeline-stage or "
+                "another --pipeline-model-parallel-size."
+            )
         source = mixer.indexer.source if isinstance(mixer, MlaSpec) and mixer.indexer is not None else None
         if source is not None and source not in layers:
             raise UsageError(

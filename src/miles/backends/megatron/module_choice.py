@@ -14,7 +14,7 @@ from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MlpSpec, MoeS
 ACTIVATIONS = ("silu", "gelu_tanh")
 """Activations of Megatron's gated MLPs and experts."""
 
-MIXER_NAMES = ("attention", "mla", "delta", "kda", "mamba", "short_conv")
+MIXER_NAMES = ("attention", "mla", "compressed", "delta", "kda", "mamba", "short_conv")
 """Names of the decoder's mixers in its layers."""
 
 FFN_NAMES = ("mlp", "moe")
@@ -53,8 +53,11 @@ class ModuleChoice:
 def choose_modules(spec: DecoderSpec) -> ModuleChoice:
     """Choose Megatron's modules for the layers that its one config describes, which is that of the first such layer."""
     mixers = [layer.mixer for layer in spec.layers]
+    sources = {mixer.kv_source for mixer in mixers if isinstance(mixer, AttentionSpec)}
     ffns = [layer.ffn for layer in spec.layers]
-    attention = next((mixer for mixer in mixers if _has_attention(mixer, spec)), None)
+    # Only the decoder's attention keeps its keys for layers that share them.
+    own = {i: mixer for i, mixer in enumerate(mixers) if _has_attention(mixer, spec) and i not in sources}
+    attention = next(iter(own.values()), None)
     assert attention is None or isinstance(attention, AttentionSpec | MlaSpec)
     # One setting for the biases of all outputs, and Megatron's experts have none.
     bias = isinstance(attention, AttentionSpec) and attention.output_bias
@@ -64,7 +67,7 @@ def choose_modules(spec: DecoderSpec) -> ModuleChoice:
         mixers=frozenset(
             i
             for i, mixer in enumerate(mixers)
-            if mixer is not None and not (_has_attention(mixer, spec) and _sizes(mixer) == _sizes(attention))
+            if mixer is not None and not (i in own and _sizes(mixer) == _sizes(attention))
         ),
         ffns=frozenset(i for i, ffn in enumerate(ffns) if ffn is not None and ffn not in (mlp, moe)),
         attention=attention,

@@ -26,8 +26,9 @@ from torch import Tensor
 from miles.backends.megatron.parallel_state import MegatronGroup, ParallelState
 from miles.backends.megatron.router import RouterBalance, RouterLoss
 from miles.core.errors import MilesError, UsageError
+from miles.kernels.attention.compressed import CompressorInputs
 from miles.kernels.attention.indexer_replay import IndexerSelections
-from miles.kernels.attention.params import AttentionInputs, IndexerInputs
+from miles.kernels.attention.params import AttentionInputs, BlockIndexerInputs, IndexerInputs
 from miles.kernels.attention.tree import Segment, TreeAttentionBackend
 from miles.kernels.attention.varlen import FreshRecurrentState
 from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend
@@ -189,11 +190,14 @@ class PackedAttention(AttentionBackend, Protocol):
 
     def drop_selection(self, layer: int) -> None: ...
 
+    def attend_compressed(self, layer: int, inputs: AttentionInputs, compressor: CompressorInputs) -> Tensor: ...
+
 
 class GatheredKVAttention:
     """An AttentionBackend of this rank's queries over the keys and values of all context-parallel ranks.
 
-    So are the keys of a DSA indexer. Recurrent layers scan the padded sequences of ``lengths``, gathered by ``shard``.
+    So are the keys of an indexer, and what tokens add to compressed keys. Recurrent layers scan the padded sequences of
+    ``lengths``, gathered by ``shard``.
     """
 
     latent = False
@@ -212,9 +216,17 @@ class GatheredKVAttention:
         k_TGd, v_TGe = inputs.k_TGd, inputs.v_TGe
         k_MGd, v_MGe = self._gather(torch.cat((k_TGd, v_TGe), -1)).split((k_TGd.shape[-1], v_TGe.shape[-1]), -1)
         index = inputs.indexer
-        if isinstance(index, IndexerInputs):
+        if isinstance(index, IndexerInputs | BlockIndexerInputs):
             index = replace(index, k_Td=self._gather(index.k_Td))
         return self._inner(layer, inputs._replace(k_TGd=k_MGd, v_TGe=v_MGe, indexer=index))
+
+    def attend_compressed(self, layer: int, inputs: AttentionInputs, compressor: CompressorInputs) -> Tensor:
+        """Attend to a window of tokens and to compressed keys, computed from the states of the tokens of all ranks."""
+        width = inputs.k_TGd.shape[-1]
+        both_Mx = self._gather(torch.cat((inputs.k_TGd.flatten(1), compressor.states_Tx), -1))
+        k_Md, states_Mx = both_Mx.tensor_split((width,), dim=1)
+        inputs = inputs._replace(k_TGd=k_Md.unsqueeze(1), v_TGe=k_Md.unsqueeze(1))
+        return self._inner.attend_compressed(layer, inputs, replace(compressor, states_Tx=states_Mx))
 
     def _gather(self, x_t: Tensor) -> Tensor:
         return gather_from_sequence_parallel_region(x_t.contiguous(), group=self._group.process_group)
@@ -312,7 +324,10 @@ def build_segments(slots: SlotLayout, *, rank: int, context: int) -> list[Segmen
 
 @dataclass
 class PackedParams(PackedSeqParams):
-    """Passed to every layer of a forward, also when it is recomputed in backward."""
+    """Passed to every layer of a forward, also when it is recomputed in backward.
+
+    ``tokens_s`` are the tokens of the slots whose hidden states this rank has under sequence parallelism.
+    """
 
     qkv_format: str = "thd"
     positions: Positions = field(kw_only=True)
@@ -320,6 +335,7 @@ class PackedParams(PackedSeqParams):
     replay: RoutingReplay | None = field(default=None, kw_only=True)
     selections: IndexerSelections | None = field(default=None, kw_only=True)
     router_loss: RouterLoss | None = field(default=None, kw_only=True)
+    tokens_s: Tensor = field(kw_only=True)
     vision: VisionInputs | None = field(default=None, kw_only=True)
     deepstack: tuple[Tensor, ...] = field(default=(), kw_only=True)
     """Features of ``vision`` that the first layers add, of the forward that runs."""
@@ -397,7 +413,7 @@ def build_megatron_batch(
     if longest > most:
         raise MilesError(f"a sample of {longest} tokens is longer than the {most} positions of the model's config.")
     multiple = state.tp_group.world if sequence else 1
-    selections = build_selections(spec, rows.indexer_TLk)
+    selections = build_selections(spec, rows.indexer_TLk, tp_size=state.tp_group.world)
     if state.cp_group.world == 1:
         local = _pad(rows, multiple, numerics, selections, spec)
     else:
@@ -419,6 +435,7 @@ def build_megatron_batch(
         replay=replay,
         router_loss=router_loss,
         selections=selections,
+        tokens_s=local.tokens_t.chunk(multiple)[state.tp_group.rank if sequence else 0],
         vision=_build_vision(rows, local, spec, state, multiple),
     )
     return MegatronBatch(
@@ -515,7 +532,8 @@ def _pad(
             replay_tLk = torch.cat((replay_tLk, replay_tLk.new_full((missing, *replay_tLk.shape[1:]), -1)))
     none_m = rows.tokens_T.new_zeros(missing)
     ends_T = None if rows.images is None else rows.images.build_visible_ends(spec, padding=missing)
-    attn_backend = build_attention(
+    # No model has both compressed attention and bidirectional spans.
+    attn_backend: Any = build_attention(
         lengths,
         tree_nodes,
         rows.tokens_T.device,

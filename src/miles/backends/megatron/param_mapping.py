@@ -62,6 +62,8 @@ LM_HEAD = "lm_head.weight"
 TIED = "embedding.weight"
 """The parameter of which the last stage has a copy if the head is tied."""
 
+_RESIDUAL = ("altup.", "hyper_head.", "per_layer.")
+_STREAMS = ("altup.", "laurel.", "attention_hyper.", "mlp_hyper.", "ngram.")
 _EXPERTS = ("moe.gate_up", "moe.down")
 # MLA down-projections: sharded over tensor-parallel ranks, except with Transformer Engine and batch-invariant layers.
 _LATENT = ("mla.q_a.weight", "mla.kv_a.weight")
@@ -172,7 +174,7 @@ def parse_layer_index(name: str) -> int | None:
 def megatron_names(name: str) -> tuple[str, ...]:
     """Return the possible names of a decoder parameter in Megatron's modules, inside its layer or the model."""
     if not name.startswith("layers."):
-        return (_TOP.get(name, name),)
+        return (f"residual.{name}" if name.startswith(_RESIDUAL) else _TOP.get(name, name),)
     suffix = name.split(".", 2)[2]
     module, _, last = suffix.rpartition(".")
     return _LAYER.get(suffix) or tuple(f"{there}.{last}" for there in _LAYER.get(module, ()))
@@ -180,13 +182,14 @@ def megatron_names(name: str) -> tuple[str, ...]:
 
 def possible_names(name: str) -> tuple[str, ...]:
     """Return ``megatron_names``, and the name of a layer's parameter in a module of the decoder, which is the decoder's
-    name inside Megatron's self-attention or MLP.
+    name inside Megatron's self-attention or MLP, beside these, or inside what reads residual streams.
     """
     if not name.startswith("layers."):
         return megatron_names(name)
     suffix = name.split(".", 2)[2]
     home = "self_attention" if suffix.partition(".")[0] in MIXER_NAMES else "mlp"
-    return (*megatron_names(name), f"{home}.{suffix}")
+    home = "streams" if suffix.startswith(_STREAMS) else home
+    return (*megatron_names(name), suffix if suffix.startswith("per_layer.") else f"{home}.{suffix}")
 
 
 def checkpoint_names(spec: DecoderSpec, name: str) -> tuple[str, ...]:
@@ -200,6 +203,6 @@ def checkpoint_names(spec: DecoderSpec, name: str) -> tuple[str, ...]:
     ffn = spec.layers[index].ffn
     # Experts beside an MLP have the norm of the MLP.
     is_inner_norm = name.endswith(".mlp_norm.weight") and isinstance(ffn, MoeSpec) and ffn.beside_mlp
-    if choose_modules(spec).has_param(name) or is_inner_norm:
+    if choose_modules(spec).has_param(name) or is_inner_norm or not megatron_names(name):
         return possible_names(name)[-1:]
     return megatron_names(name)

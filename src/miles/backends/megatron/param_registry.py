@@ -28,15 +28,14 @@ from miles.backends.megatron.param_mapping import (
     possible_names,
 )
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
-from miles.models.optim_groups import TRAINED_VISION, FrozenVision, is_vision_param
+from miles.models.optim_groups import TRAINED_VISION, FrozenVision, is_untrained_param, is_vision_param
 
 _WIDE = (torch.float32, torch.float64)
 # Follows the load of experts, not a gradient; always float32.
 _CORRECTION = ".moe.correction"
-_UNTRAINED = (_CORRECTION, ".output_scale")
 _ROUTER = (".moe.router.weight", ".moe.router.bias")
-# Selects tokens, which has no gradient.
-_INDEXER = ".indexer."
+# Experts by token, which are integers.
+_TABLE = ".moe.expert_table"
 
 
 class ParamRegistry:
@@ -58,9 +57,9 @@ class ParamRegistry:
         frozen_vision: FrozenVision = TRAINED_VISION,
     ) -> None:
         self.trained = trained
-        self._frozen = frozen_vision.select(mappings)
+        self._frozen_vision = frozen_vision.select(mappings)
         self._scalar_head = frozenset(scalar_head)
-        self._untrained = (*_UNTRAINED, *_ROUTER) if tf_config.balance.frozen else _UNTRAINED
+        self._frozen = _ROUTER if tf_config.balance.frozen else ()
         self._state = state
         self._buffers = buffers
         self._mappings = mappings
@@ -164,7 +163,7 @@ class ParamRegistry:
         if tensors is None:
             trained = self._is_trained(name)
             wide = name in self._scalar_head or name.endswith(_CORRECTION) or (trained and not self._buffers)
-            dtype = fp32 if wide else tf_config.params_dtype
+            dtype = torch.int64 if name.endswith(_TABLE) else fp32 if wide else tf_config.params_dtype
             empty = torch.empty((0, *mapping.shape[1:]), device=tf_config.param_device, dtype=dtype)
             return empty.requires_grad_(trained)
         requires_grad = self._is_trained(name) and isinstance(tensors[0], nn.Parameter)
@@ -193,7 +192,9 @@ class ParamRegistry:
     def _is_trained(self, name: str) -> bool:
         if self._scalar_head and (name in self._scalar_head or name == LM_HEAD):
             return name != LM_HEAD
-        return self.trained and not (name.endswith(self._untrained) or _INDEXER in name or name in self._frozen)
+        if name in self._frozen_vision:
+            return False
+        return self.trained and not (name.endswith(self._frozen) or is_untrained_param(name))
 
     def _accumulate(self, name: str, number: int, tensor: Tensor) -> None:
         """Add a module's gradient to the parameter's."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, lcm
 
+from miles.backends.megatron.module_choice import choose_modules
 from miles.cluster.parallel_dims import ParallelDims
 from miles.models.accounting.params import (
     BYTES,
@@ -54,6 +55,9 @@ _EXPERTS = (".moe.gate_up", ".moe.down")
 _EMBEDDING = "embedding.weight"
 _NORM = "norm.weight"
 _HEAD = "lm_head.weight"
+# What makes and joins residual streams and the inputs of layers.
+_BEFORE_LAYERS = ("per_layer.", "altup.projections.")
+_BEHIND_LAYERS = ("altup.unembed_projections.", "hyper_head.")
 _ROUTER = ".moe.router.weight"
 # Megatron aligns parameters and buckets in its buffers to as many values.
 _PARAM_ALIGNMENT = 64
@@ -212,11 +216,12 @@ def list_stage_params(
     for number, layers in enumerate(_split_layers(spec.num_layers, layout.pipeline, flags)[stage]):
         first = stage == 0 and number == 0
         last = stage == layout.pipeline - 1 and number == flags.virtual - 1
-        found = [_EMBEDDING] if first else []
+        found = [_EMBEDDING, *(name for name in params if name.startswith(_BEFORE_LAYERS))] if first else []
         found += [name for i in layers for name in sorted(names.get(i, ()), key=_order)]
         if last:
             head = _EMBEDDING if spec.tie_embeddings else _HEAD
             found += [_NORM] if spec.tie_embeddings and first else [_NORM, head]
+            found += [name for name in params if name.startswith(_BEHIND_LAYERS)]
         if first:
             found += [name for name in params if is_vision_param(name)]
         out.append([params[name] for name in found])
@@ -257,7 +262,11 @@ def _shard_megatron(param: RankParam, spec: DecoderSpec, layout: ParallelDims, f
     count = param.count
     if param.name.endswith(_EXPERTS):
         count //= layout.expert
-    elif ".attention.qkv." in param.name:  # even rows, also with more ranks than key-value heads
+    elif choose_modules(spec).has_param(param.name):
+        pass  # sharded as in the decoder
+    elif ".attention.qkv." in param.name and not is_vision_param(
+        param.name
+    ):  # even rows, also with more ranks than key-value heads
         mixer = spec.layers[int(param.name.split(".")[1])].mixer
         assert isinstance(mixer, AttentionSpec)
         rows = (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim

@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+from torch.nn import functional as F
 
 from miles.core.errors import UsageError
 
@@ -96,7 +97,7 @@ class RouterLoss:
         logits_tE = logits_tE.to(torch.promote_types(logits_tE.dtype, torch.float32))
         loss = self.balance.z_coeff * logits_tE.logsumexp(-1)[self.real_t].square().sum()
         if self.balance.aux_coeffs:
-            scores_tE = logits_tE.softmax(-1) if score == "softmax" else _normalize(logits_tE.sigmoid())
+            scores_tE = _compute_scores(logits_tE, score)
             chosen_tE = torch.zeros_like(scores_tE).scatter_(1, scores_tE.detach().topk(topk).indices, 1.0)
             chosen_tE = chosen_tE * self.real_t[:, None]
             for kind, coeff in self.balance.aux_coeffs.items():
@@ -112,7 +113,11 @@ class RouterLoss:
         return count_SE / count_SE.sum(1, keepdim=True).clamp(min=topk)
 
 
-def _normalize(scores_tE: Tensor) -> Tensor:
+def _compute_scores(logits_tE: Tensor, score: str) -> Tensor:
+    """Return each token's scores, whose sum is one."""
+    if score == "softmax":
+        return logits_tE.softmax(-1)
+    scores_tE = F.softplus(logits_tE).sqrt() if score == "sqrtsoftplus" else logits_tE.sigmoid()
     return scores_tE / (scores_tE.sum(-1, keepdim=True) + 1e-20)
 
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from miles.backends.megatron.module_choice import can_use_transformer_engine, choose_modules
 from miles.cluster.parallel_dims import ParallelDims
+from miles.models.residual_spec import GatedResidualSpec
 from miles.models.spec import (
     AttentionSpec,
-    CompressedAttentionSpec,
     DecoderSpec,
     LayerSpec,
     MlaSpec,
     MoeSpec,
+    PoolIndexerSpec,
     RelativeAttentionSpec,
 )
 
 
 def check_megatron_support(spec: DecoderSpec, layout: ParallelDims) -> str | None:
     """Return why Megatron cannot train this model in this layout (a sentence), or None if it can."""
-    problem = layout.find_model_problem(spec)
+    problem = layout.find_model_problem(spec, slices_layer_inputs=True)
     if problem is not None:
         return problem
     problems = ((i, _unsupported_part(layer)) for i, layer in enumerate(spec.layers))
@@ -66,26 +67,17 @@ def _unsupported_part(layer: LayerSpec) -> str | None:
     """Return the part of a layer that the backend does not support, or None."""
     if (part := _unsupported_mixer(layer)) is not None:
         return part
-    if isinstance(layer.ffn, MoeSpec) and layer.ffn.hash_vocab:
-        return "experts that are looked up by token (hash routing)"
-    if layer.altup is not None or layer.hyper is not None:
-        return "several residual streams"
-    if layer.output_kernel:
-        return "convolutions of its outputs"
-    return "an input of its own (per-layer embeddings)" if layer.per_layer_size else None
+    if isinstance(layer.hyper, GatedResidualSpec):
+        return "residual streams that are read through gates"
+    return "convolutions of its outputs" if layer.output_kernel else None
 
 
 def _unsupported_mixer(layer: LayerSpec) -> str | None:
     mixer = layer.mixer
-    if isinstance(mixer, CompressedAttentionSpec):
-        return "compressed attention"
     if isinstance(mixer, RelativeAttentionSpec):
         return "attention with a relative position bias"
-    if not isinstance(mixer, AttentionSpec):
-        return None
-    if mixer.indexer is not None:
-        return "block-sparse attention"
-    return None if mixer.kv_source is None else "attention to the keys and values of another layer"
+    selects_pools = isinstance(mixer, AttentionSpec) and isinstance(mixer.indexer, PoolIndexerSpec)
+    return "an indexer of pools of tokens" if selects_pools else None
 
 
 def _indivisible(spec: DecoderSpec, layout: ParallelDims) -> str | None:

@@ -113,7 +113,7 @@ def _check_balance(balance: RouterBalance, spec: DecoderSpec) -> None:
     """Raise an error if the model has no routers to balance as asked."""
     if spec.moe is None and (balance.counts_tokens or balance.frozen):
         raise UsageError(f"{spec.family} has no routers to balance or freeze; remove the --megatron-moe-router flags.")
-    if balance.bias_rate and (spec.moe is None or not spec.moe.correction):
+    if balance.bias_rate and not any(isinstance(x.ffn, MoeSpec) and x.ffn.correction for x in spec.layers):
         raise UsageError(
             f"--megatron-moe-router-bias-update-rate updates the correction bias of routers, which {spec.family} does "
             "not have; remove it."

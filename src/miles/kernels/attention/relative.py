@@ -1,7 +1,7 @@
 """Relative position bias of attention: scores plus a mixture of learned profiles over distances, in torch.
 
-Shapes: B sequences of S tokens, H query heads, G key-value heads, h = H / G, r profiles over E distances, d channels of
-a key, e of a value. A slice is Q of the queries of some rows N with the K keys these may see.
+Shapes: B sequences of S queries, the last of M keys, H query heads, G key-value heads, h = H / G, r profiles over E
+distances, d channels of a key, e of a value. A slice is Q of the queries of some rows N with the K keys these may see.
 
 Scores are computed slice by slice and recomputed in backward, so that memory grows with S and not with S * S.
 """
@@ -23,18 +23,21 @@ __all__ = ["gather_bias", "index_distances", "relative_attention"]
 
 def relative_attention(
     q_BSHd: Tensor,
-    k_BSGd: Tensor,
-    v_BSGe: Tensor,
+    k_BMGd: Tensor,
+    v_BMGe: Tensor,
     weights_BSHr: Tensor,
     profiles_rE: Tensor,
     *,
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Causal attention of sequences of equal length with a position bias, [B, S, H, e]; scores in float32 or wider."""
+    """Causal attention of sequences of equal length with a position bias, [B, S, H, e]; scores in float32 or wider.
+
+    The last query sees all keys, the one before it all but the last.
+    """
     wide = torch.promote_types(q_BSHd.dtype, torch.float32)
     settings = _Settings(scale, window, wide)
-    return _RelativeAttention.apply(q_BSHd, k_BSGd, v_BSGe, weights_BSHr, profiles_rE, settings)  # pyright: ignore[reportReturnType]
+    return _RelativeAttention.apply(q_BSHd, k_BMGd, v_BMGe, weights_BSHr, profiles_rE, settings)  # pyright: ignore[reportReturnType]
 
 
 def gather_bias(profile_xQE: Tensor, distance_xQK: Tensor) -> Tensor:
@@ -55,30 +58,33 @@ class _Settings(NamedTuple):
 
 
 class _Slice(NamedTuple):
-    """Queries ``lo`` to ``hi`` of some rows, and keys ``first`` to ``hi``."""
+    """Queries ``lo`` to ``hi`` of some rows, and keys ``first`` to ``end``."""
 
     rows: slice
     lo: int
     hi: int
     first: int
+    end: int
 
     def select_queries(self, x_BGhSx: Tensor) -> Tensor:
         """[N, h * Q, x]"""
         return x_BGhSx[self.rows, :, :, self.lo : self.hi].flatten(2, 3).flatten(0, 1)
 
-    def select_keys(self, x_BGSx: Tensor) -> Tensor:
+    def select_keys(self, x_BGMx: Tensor) -> Tensor:
         """[N, K, x]"""
-        return x_BGSx[self.rows, :, self.first : self.hi].flatten(0, 1)
+        return x_BGMx[self.rows, :, self.first : self.end].flatten(0, 1)
 
     def list_distances(self, device: torch.device) -> Tensor:
         """How far each key is behind each query, [Q, K]."""
-        queries, keys = (torch.arange(start, self.hi, device=device) for start in (self.lo, self.first))
+        starts = self.end - (self.hi - self.lo), self.first
+        queries, keys = (torch.arange(start, self.end, device=device) for start in starts)
         return queries[:, None] - keys
 
 
-def _iter_slices(q_BGhSd: Tensor, extent: int, window: int | None) -> Iterator[_Slice]:
+def _iter_slices(q_BGhSd: Tensor, keys: int, extent: int, window: int | None) -> Iterator[_Slice]:
     batch, groups, each, length, _ = q_BGhSd.shape
-    visible = length if window is None else min(length, 2 * window)
+    past = keys - length
+    visible = keys if window is None else min(keys, 2 * window)
     width = length if window is None else min(length, window)
     most = max_scores_at_once(q_BGhSd)
     per_query = groups * each * max(visible, extent)
@@ -86,8 +92,8 @@ def _iter_slices(q_BGhSd: Tensor, extent: int, window: int | None) -> Iterator[_
     width = max(1, min(width, most // (rows * per_query)))
     for row in range(0, batch, rows):
         for lo in range(0, length, width):
-            first = 0 if window is None else max(0, lo - window + 1)
-            yield _Slice(slice(row, min(row + rows, batch)), lo, min(lo + width, length), first)
+            hi, first = min(lo + width, length), 0 if window is None else max(0, past + lo - window + 1)
+            yield _Slice(slice(row, min(row + rows, batch)), lo, hi, first, past + hi)
 
 
 class _RelativeAttention(torch.autograd.Function):
@@ -95,18 +101,18 @@ class _RelativeAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         q_BSHd: Tensor,
-        k_BSGd: Tensor,
-        v_BSGe: Tensor,
+        k_BMGd: Tensor,
+        v_BMGe: Tensor,
         weights_BSHr: Tensor,
         profiles_rE: Tensor,
         settings: _Settings,
     ) -> Tensor:
-        ctx.settings, groups = settings, k_BSGd.shape[2]
-        operands = _Operands.build(q_BSHd, k_BSGd, v_BSGe, weights_BSHr, profiles_rE, settings)
-        out_BSHe = q_BSHd.new_empty(*q_BSHd.shape[:3], v_BSGe.shape[3])
+        ctx.settings, groups = settings, k_BMGd.shape[2]
+        operands = _Operands.build(q_BSHd, k_BMGd, v_BMGe, weights_BSHr, profiles_rE, settings)
+        out_BSHe = q_BSHd.new_empty(*q_BSHd.shape[:3], v_BMGe.shape[3])
         out_BGhSe = _by_group(out_BSHe, groups)
         lse_BGhS = out_BSHe.new_empty(operands.q.shape[:4], dtype=settings.wide)
-        for part in _iter_slices(operands.q, profiles_rE.shape[1], settings.window):
+        for part in _iter_slices(operands.q, k_BMGd.shape[1], profiles_rE.shape[1], settings.window):
             queries = (part.rows, slice(None), slice(None), slice(part.lo, part.hi))
             scores_NRK = _scores(part, operands, settings)
             lse_NR = scores_NRK.logsumexp(-1)
@@ -115,30 +121,30 @@ class _RelativeAttention(torch.autograd.Function):
             values_NKe = part.select_keys(operands.v)
             out_NRe = matmul_wide(probs_NRK.to(values_NKe.dtype), values_NKe, settings.wide)
             out_BGhSe[queries] = out_NRe.view(out_BGhSe[queries].shape).to(out_BSHe.dtype)
-        ctx.save_for_backward(q_BSHd, k_BSGd, v_BSGe, weights_BSHr, profiles_rE, out_BSHe, lse_BGhS)
+        ctx.save_for_backward(q_BSHd, k_BMGd, v_BMGe, weights_BSHr, profiles_rE, out_BSHe, lse_BGhS)
         return out_BSHe
 
     @staticmethod
     def backward(ctx: Any, grad_BSHe: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         *inputs, out_BSHe, lse_BGhS = ctx.saved_tensors
         settings: _Settings = ctx.settings
-        q_BSHd, k_BSGd, v_BSGe, weights_BSHr, profiles_rE = inputs
-        wide, groups = settings.wide, k_BSGd.shape[2]
-        operands = _Operands.build(q_BSHd, k_BSGd, v_BSGe, weights_BSHr, profiles_rE, settings)
+        q_BSHd, k_BMGd, v_BMGe, weights_BSHr, profiles_rE = inputs
+        wide, groups = settings.wide, k_BMGd.shape[2]
+        operands = _Operands.build(q_BSHd, k_BMGd, v_BMGe, weights_BSHr, profiles_rE, settings)
         grad_BGhSe = _by_group(as_operand(grad_BSHe, wide), groups)
         # The sum of gradient times output of each query (delta).
         delta_BGhS = _by_group((grad_BSHe.to(wide) * out_BSHe).sum(-1, keepdim=True), groups)[..., 0]
         dq_BSHd, dweights_BSHr = (torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q_BSHd, weights_BSHr))
         dq_BGhSd, dweights_BGhSr = _by_group(dq_BSHd, groups), _by_group(dweights_BSHr, groups)
-        dk_BGSd, dv_BGSe = (torch.zeros_like(x, dtype=wide) for x in (operands.k, operands.v))
+        dk_BGMd, dv_BGMe = (torch.zeros_like(x, dtype=wide) for x in (operands.k, operands.v))
         dprofiles_rE = torch.zeros_like(profiles_rE, dtype=wide)
-        for part in _iter_slices(operands.q, profiles_rE.shape[1], settings.window):
+        for part in _iter_slices(operands.q, k_BMGd.shape[1], profiles_rE.shape[1], settings.window):
             queries = (part.rows, slice(None), slice(None), slice(part.lo, part.hi))
-            keys = (part.rows, slice(None), slice(part.first, part.hi))
+            keys = (part.rows, slice(None), slice(part.first, part.end))
             grad_NRe = part.select_queries(grad_BGhSe)
             scores_NRK = _scores(part, operands, settings)
             probs_NRK = scores_NRK.sub_(lse_BGhS[queries].reshape(*scores_NRK.shape[:2], 1)).exp_()
-            dv_BGSe[keys] += _matmul_back(probs_NRK, grad_NRe, wide).view(dv_BGSe[keys].shape)
+            dv_BGMe[keys] += _matmul_back(probs_NRK, grad_NRe, wide).view(dv_BGMe[keys].shape)
             d_NRK = matmul_wide(grad_NRe, part.select_keys(operands.v).transpose(1, 2), wide)
             d_NRK.sub_(delta_BGhS[queries].reshape(*d_NRK.shape[:2], 1)).mul_(probs_NRK)
             weights_NRr = part.select_queries(operands.weights).to(wide)
@@ -149,9 +155,9 @@ class _RelativeAttention(torch.autograd.Function):
             d_NRK = d_NRK.mul_(settings.scale).to(operands.q.dtype)
             dq_NRd = matmul_wide(d_NRK, part.select_keys(operands.k), wide)
             dq_BGhSd[queries] = dq_NRd.view(dq_BGhSd[queries].shape).to(dq_BSHd.dtype)
-            dk_BGSd[keys] += _matmul_back(d_NRK, part.select_queries(operands.q), wide).view(dk_BGSd[keys].shape)
-        dk_BSGd, dv_BSGe = dk_BGSd.transpose(1, 2).to(k_BSGd.dtype), dv_BGSe.transpose(1, 2).to(v_BSGe.dtype)
-        return dq_BSHd, dk_BSGd, dv_BSGe, dweights_BSHr, dprofiles_rE.to(profiles_rE.dtype), None
+            dk_BGMd[keys] += _matmul_back(d_NRK, part.select_queries(operands.q), wide).view(dk_BGMd[keys].shape)
+        dk_BMGd, dv_BMGe = dk_BGMd.transpose(1, 2).to(k_BMGd.dtype), dv_BGMe.transpose(1, 2).to(v_BMGe.dtype)
+        return dq_BSHd, dk_BMGd, dv_BMGe, dweights_BSHr, dprofiles_rE.to(profiles_rE.dtype), None
 
 
 class _Operands(NamedTuple):
@@ -165,12 +171,12 @@ class _Operands(NamedTuple):
 
     @classmethod
     def build(
-        cls, q_BSHd: Tensor, k_BSGd: Tensor, v_BSGe: Tensor, weights: Tensor, profiles: Tensor, settings: _Settings
+        cls, q_BSHd: Tensor, k_BMGd: Tensor, v_BMGe: Tensor, weights: Tensor, profiles: Tensor, settings: _Settings
     ) -> _Operands:
-        groups = k_BSGd.shape[2]
+        groups = k_BMGd.shape[2]
         q_BGhSd = _by_group(as_operand(q_BSHd, settings.wide), groups)
-        k_BGSd, v_BGSe = (as_operand(x, settings.wide).transpose(1, 2).contiguous() for x in (k_BSGd, v_BSGe))
-        return cls(q_BGhSd, k_BGSd, v_BGSe, _by_group(weights, groups), profiles)
+        k_BGMd, v_BGMe = (as_operand(x, settings.wide).transpose(1, 2).contiguous() for x in (k_BMGd, v_BMGe))
+        return cls(q_BGhSd, k_BGMd, v_BGMe, _by_group(weights, groups), profiles)
 
 
 def _scores(part: _Slice, operands: _Operands, settings: _Settings) -> Tensor:

@@ -28,7 +28,14 @@ from miles.kernels.attention.eager import eager_attention, max_scores_at_once, s
 from miles.kernels.attention.gather_rows import RowGather, gather_rows, index_rows
 from miles.kernels.attention.index_pools import expand_pools, select_topk_pools
 from miles.kernels.attention.indexer_replay import IndexerSelections
-from miles.kernels.attention.params import AttentionInputs, AttentionParams, BlockIndexerInputs, IndexerInputs
+from miles.kernels.attention.params import (
+    AttentionInputs,
+    AttentionParams,
+    BlockIndexerInputs,
+    IndexerInputs,
+    RelativeBias,
+)
+from miles.kernels.attention.relative import relative_attention
 from miles.kernels.attention.sinks import flash_attention_with_sinks
 from miles.kernels.attention.varlen import (
     FreshRecurrentState,
@@ -274,6 +281,29 @@ class TreeAttentionBackend:
             for q, k, compressed, selected in zip(*parts, strict=True)
         ]
         return torch.cat(outs)
+
+    def attend_relative(self, layer: int, inputs: AttentionInputs, bias: RelativeBias) -> Tensor:
+        """Attend with a relative position bias; segments of similar length with equally long pasts share a block."""
+        q_THd, k_MGd, v_MGe, params, *_ = inputs
+        assert len(q_THd) == self._total, f"got {len(q_THd)} queries for segments of {self._total} in all"
+        blocks = self._get_view(params).get_padded_blocks()
+        queries, keys = ([b * each[i] for b, *each in blocks.shapes] for i in (0, 1))
+        q, weights = (gather_rows(x, blocks.queries).split(queries) for x in (q_THd, bias.weights_THr))
+        k, v = (gather_rows(x, blocks.keys).split(keys) for x in (k_MGd, v_MGe))
+        outs: list[Tensor] = []
+        for (count, *_), *block in zip(blocks.shapes, q, k, v, weights, strict=True):
+            q_BSHd, k_BMGd, v_BMGe, weights_BSHr = (x.unflatten(0, (count, -1)) for x in block)
+            out_BSHe = relative_attention(
+                q_BSHd,
+                k_BMGd,
+                v_BMGe,
+                weights_BSHr,
+                bias.profiles_rE,
+                scale=params.scale,
+                window=params.window,
+            )
+            outs.append(out_BSHe.flatten(0, 1))
+        return gather_rows(torch.cat(outs), blocks.restore)
 
     def _select_windows(
         self, layer: int, compressor: CompressorInputs, index_Vi: Tensor | None, counts: list[int], view: _SegmentView

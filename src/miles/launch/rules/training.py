@@ -214,12 +214,13 @@ def check_model_fits_parallel_dims(c: Config) -> Iterator[str]:
         dims = build_parallel_dims(c)
     except UsageError:
         return
-    if (problem := dims.find_model_problem(spec)) is not None:
+    is_megatron = c.train.train_backend == "megatron"
+    if (problem := dims.find_model_problem(spec, slices_layer_inputs=is_megatron)) is not None:
         yield f"--hf-checkpoint does not fit the parallel sizes: {problem}"
-    elif c.train.train_backend == "megatron" and (problem := check_megatron_support(spec, dims)) is not None:
+    elif is_megatron and (problem := check_megatron_support(spec, dims)) is not None:
         yield f"--hf-checkpoint does not work with --train-backend megatron: {problem}"
     elif (
-        c.train.train_backend == "megatron"
+        is_megatron
         and c.models.parity == "exact"
         and (problem := check_batch_invariant_support(spec, dims)) is not None
     ):

@@ -86,17 +86,22 @@ class NgramEmbedding(nn.Module):
         shard: SequenceShard | None,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """Compute what is added, from the convolution's last inputs and the ids of the last tokens."""
-        assert shard is None, "context ranks do not exchange n-grams"
         tokens_T, x_TSD = inputs_T
         inputs, earlier = (None, None) if before is None else before
+        if shard is not None:
+            ids_T1 = (tokens_T + 1).to(torch.float32).unsqueeze(-1)
+            earlier = shard.read_earlier(ids_T1, self.spec.order - 1).squeeze(1)
         rows_TH, earlier = self._hash(tokens_T, lengths, earlier)
         embeds_TE = self.table(rows_TH).flatten(1)
         keys_TSD = self.key_norm(self.key(embeds_TE).view(x_TSD.shape))
         gate_TS = self._sum_channels(keys_TSD * self.query_norm(x_TSD)) * x_TSD.shape[-1] ** -0.5
         gate_TS = sigmoid(gate_TS.abs().clamp_min(_SMALLEST_GATE).sqrt() * gate_TS.sign(), self.numerics)
         gated_TSD = gate_TS.unsqueeze(-1) * self.value(embeds_TE).unsqueeze(1)
+        normed_TX = self.conv_norm(gated_TSD).flatten(1)
+        if shard is not None:
+            inputs = shard.read_earlier(normed_TX, (self.conv.shape[-1] - 1) * self.spec.order)
         convolved_TX, inputs = causal_conv1d(
-            self.conv_norm(gated_TSD).flatten(1),
+            normed_TX,
             self.conv.squeeze(1),
             None,
             lengths,
@@ -105,7 +110,9 @@ class NgramEmbedding(nn.Module):
             dilation=self.spec.order,
         )
         out_TSD = gated_TSD + silu(convolved_TX, self.numerics).view(x_TSD.shape)
-        return out_TSD, None if inputs is None or earlier is None else (inputs, earlier)
+        if inputs is None or earlier is None or shard is not None:
+            return out_TSD, None
+        return out_TSD, (inputs, earlier)
 
     def _sum_channels(self, x_TSD: Tensor) -> Tensor:
         """Return the sum of each stream, [T, S]."""

@@ -44,9 +44,11 @@ class ResidualConv(nn.Module):
         before: tuple[Tensor, ...] | None,
         shard: SequenceShard | None,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        assert shard is None, "context ranks do not exchange the inputs of these convolutions"
         (x_TC,) = inputs_T
         wide_TC = x_TC.to(torch.promote_types(x_TC.dtype, torch.float32))
         earlier = None if before is None else before[0].to(wide_TC.dtype)
+        if shard is not None:
+            earlier = shard.read_earlier(wide_TC, self.conv.shape[-1] - 1)
         y_TC, last = causal_conv1d(wide_TC, self.conv.squeeze(1), None, lengths, earlier, numerics=self.numerics)
-        return (y_TC + wide_TC).to(x_TC.dtype), None if last is None else (last,)
+        out_TC = (y_TC + wide_TC).to(x_TC.dtype)
+        return out_TC, None if last is None or shard is not None else (last,)
