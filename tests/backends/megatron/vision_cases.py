@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.backends.megatron.cases import adapted, stepped
+from tests.backends.megatron.cases import adapted, lora_of, stepped
 from tests.train.vision_samples import mixed
 
 from miles.backends.fsdp.local_model import LocalModel
@@ -75,7 +75,8 @@ def step_on_ranks(
 def adapt_alone(folder: Path, batch: tuple[str, str], modules: str) -> dict[str, Any]:
     """A step of adapters in one process of the embedded trainer."""
     decoder = hf.load(folder, device="cpu", dtype=torch.float32)
-    model = adapted(LocalModel(decoder, config=read_config(folder), frozen=True), folder, modules)
+    lora = lora_of(decoder.spec, modules)
+    model = adapted(LocalModel(decoder, config=read_config(folder), frozen=True), folder, lora)
     return stepped(model, image_samples(*batch), SINGLE_RANK, {}, max_tokens_per_gpu=TOKENS)
 
 
@@ -89,10 +90,12 @@ def adapt_on_ranks(
         from miles.backends.megatron.model import load_megatron_model
         from miles.backends.megatron.parallel_state import destroy_parallel_state
 
-        spec = spec_from_config(read_config(folder))
-        base = load_megatron_model(folder, spec, layout, dtype=torch.float32, frozen=True, config=read_config(folder))
+        config = read_config(folder)
+        lora = lora_of(spec := spec_from_config(config), modules)
+        how: dict[str, Any] = {"dtype": torch.float32, "frozen": True, "config": config, "lora": lora}
+        base = load_megatron_model(folder, spec, layout, **how)
         try:
-            model = adapted(base, folder, modules)
+            model = adapted(base, folder, lora)
             found = stepped(model, image_samples(*batch), base.dp_group, {}, max_tokens_per_gpu=TOKENS)
             del found["trainer"]
             return found
