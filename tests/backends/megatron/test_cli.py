@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.launch.small_run import ROOT, flags, write_inputs
+from tests.launch.test_image_runs import write_rows
 from tests.launch.test_preference_runs import write_pairs
 from tests.models.draft.mtp_checkpoints import make_reference, save_reference
+from tests.models.small_vision import write_vision_checkpoint
 
 pytestmark = [
     pytest.mark.megatron,
@@ -65,12 +67,25 @@ def test_a_ppo_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path):
     assert all(torch.allclose(heads[0][n], heads[1][n], atol=2e-3) and heads[0][n].any() for n in heads[0])
 
 
-def test_a_run_of_adapters_on_megatron_is_the_run_on_fsdp(tmp_path: Path):
-    inputs = write_inputs(tmp_path / "inputs")
-    more = ("--lora-rank", "4", "--use-kl-loss", "--kl-loss-coef", "0.1", "--rollout-backend", "served")
+SERVED = ("--lora-rank", "4", "--use-kl-loss", "--kl-loss-coef", "0.1", "--rollout-backend", "served")
+TENSOR_RANKS = ("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2")
+ADAPTERS = {
+    "merged": (False, SERVED, TENSOR_RANKS),
+    "experts, named versions": (
+        True,
+        (*SERVED, "--target-modules", "all-linear,experts", "--no-lora-merge", "--lora-versions", "2"),
+        ("--actor-num-gpus-per-node", "2", "--expert-model-parallel-size", "2"),
+    ),
+    "DoRA": (False, (*SERVED, "--use-dora"), TENSOR_RANKS),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_run_of_adapters_on_megatron_is_the_run_on_fsdp(tmp_path: Path, name: str):
+    moe, more, ranks = ADAPTERS[name]
+    inputs = write_inputs(tmp_path / "inputs", moe=moe)
     wanted = train(inputs, tmp_path / "fsdp", *more)
-    ranks = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2")
-    found = train(inputs, tmp_path / "megatron", *more, *ranks)
+    found = train(inputs, tmp_path / "megatron", *more, "--train-backend", "megatron", *ranks)
     assert len(found) == 3 and found == pytest.approx(wanted, abs=1e-6)
     last = "checkpoints/step-000003"
     one, two = (_weights(tmp_path / name / last) for name in ("fsdp", "megatron"))
@@ -112,6 +127,11 @@ EXACT = {
         *("--dtype", "bfloat16"),
     ),
     "adapters": (False, "--lora-rank", "4", "--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2"),
+    "adapters of experts": (
+        True,
+        *("--lora-rank", "4", "--target-modules", "all-linear,experts", "--dtype", "bfloat16"),
+        *("--actor-num-gpus-per-node", "2", "--expert-model-parallel-size", "2", "--use-rollout-routing-replay"),
+    ),
     "fp8 cache": (False, "--kv-cache-dtype", "fp8_e4m3", "--dtype", "bfloat16"),
 }
 
@@ -165,3 +185,43 @@ def test_mtp_layers_of_a_run_on_megatron_are_those_of_the_run_on_fsdp(tmp_path: 
     assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
     name = "model.mtp_layers.0.input_proj.weight"
     assert not torch.allclose(two[name], own[name], atol=2e-3)
+
+
+def train_on_images(folder: Path, run: Path, *more: str) -> list[dict[str, float]]:
+    """What the steps of a short run on images report."""
+    run_miles(
+        *("train", "--hf-checkpoint", str(folder / "model"), "--prompt-data", str(folder / "data.jsonl")),
+        *("--multimodal-keys", '{"image": "images"}', "--label-key", "label", "--apply-chat-template"),
+        *("--rm-type", "f1", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--num-rollout", "2"),
+        *("--num-steps-per-rollout", "1", "--rollout-max-response-len", "6", "--lr", "1e-3", "--save", str(run)),
+        *("--entropy-coef", "0.1", "--device", "cpu", "--num-threads", "1", "--view", "plain"),
+        *more,
+    )
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row["kind"] == "train"]
+
+
+VISION_LAYOUTS = {
+    "qwen2_5_vl": ("--tensor-model-parallel-size", "2", "--rollout-num-gpus-per-engine", "2"),
+    "qwen3_vl": ("--context-parallel-size", "2"),
+}
+
+
+@pytest.mark.parametrize("kind", VISION_LAYOUTS)
+def test_a_run_on_images_on_megatron_is_the_run_on_fsdp_and_exact(tmp_path: Path, kind: str):
+    write_vision_checkpoint(tmp_path / "model", kind)
+    write_rows(tmp_path)
+    exact = ("--parity", "exact", "--rollout-backend", "served")
+    megatron = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "2", *VISION_LAYOUTS[kind])
+    runs = [
+        train_on_images(tmp_path, tmp_path / name, *exact, *more)
+        for name, more in (("fsdp", ()), ("megatron", megatron))
+    ]
+    assert [[row["parity_max_abs"] for row in rows] for rows in runs] == [[0.0, 0.0]] * 2
+    assert all(row["grad_norm"] > 0 for row in runs[1])
+    last = "checkpoints/step-000002"
+    one, two = (_weights(tmp_path / name / last) for name in ("fsdp", "megatron"))
+    assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
+    before = _weights(tmp_path / "model")
+    name = next(name for name in one if "visual.blocks.0" in name and name.endswith("weight"))
+    assert not torch.equal(before[name], two[name])

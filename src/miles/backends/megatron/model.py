@@ -8,6 +8,7 @@ experts. Gradients are plain sums: partial gradients are reduced once, in ``fina
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from miles.backends.megatron.flags import DISTRIBUTED_OPTIMIZER, parse_flags
 from miles.backends.megatron.forward import run_forward_backward
 from miles.backends.megatron.layer_spec import GPTBackbone, build_gpt_backbone
 from miles.backends.megatron.lora import attach_adapters, find_part
+from miles.backends.megatron.module_choice import list_adapted_parts
 from miles.backends.megatron.packed_batch import MegatronRows
 from miles.backends.megatron.parallel_state import ParallelState, initialize_parallel_state
 from miles.backends.megatron.param_mapping import LM_HEAD, TIED, ParamMapping, build_head_mappings, build_param_mappings
@@ -41,8 +43,9 @@ from miles.models.checkpoint.tensor_sources import locate_tensors, read_quant_co
 from miles.models.checkpoint.torch_dist import is_torch_dist
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
-from miles.models.lora.adapters import WHOLE, LoraAdapters, ParamPart
-from miles.models.optim_groups import MuonMatrices, find_muon_matrices
+from miles.models.lora.adapters import LoraAdapters, ParamPart
+from miles.models.lora.targets import LoraSpec
+from miles.models.optim_groups import TRAINED_VISION, FrozenVision, MuonMatrices, find_muon_matrices
 from miles.models.spec import DecoderSpec
 from miles.train.config import TrainConfig
 from miles.train.dp_group import DataParallelGroup
@@ -67,6 +70,8 @@ def load_megatron_model(
     scalar_head: Mapping[str, tuple[int, ...]] | None = None,
     balanced: bool = True,
     numerics: Numerics = FAST,
+    lora: LoraSpec | None = None,
+    frozen_vision: FrozenVision = TRAINED_VISION,
 ) -> MegatronModel:
     """Load the model of the Hugging Face ``folder`` over the ranks of torch's default group; every rank calls it.
 
@@ -75,7 +80,8 @@ def load_megatron_model(
     ``folder``. Transformer Engine is used where it is installed, unless ``transformer_engine`` is false. With the
     shapes of a ``scalar_head`` the model has this head too, with zeros. Flags of the load balancing of routers are
     ignored unless ``balanced``: they are about the policy, and another model may have no routers. With batch-invariant
-    ``numerics`` its layers are those of ``batch_invariant_layers``.
+    ``numerics`` its layers are those of ``batch_invariant_layers``. Parts to which Megatron's modules cannot attach the
+    adapters of ``lora`` are the decoder's modules. ``frozen_vision`` parts are not trained.
     """
     fields = parse_flags(flags)
     if not balanced:
@@ -86,21 +92,28 @@ def load_megatron_model(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Megatron allocates on the current device
     tf_config = build_transformer_config(
-        spec, layout, fields, dtype=dtype, device=device, transformer_engine=transformer_engine, numerics=numerics
+        spec,
+        layout,
+        fields,
+        dtype=dtype,
+        device=device,
+        transformer_engine=transformer_engine,
+        numerics=numerics,
+        adapted=list_adapted_parts(lora),
     )
     state = initialize_parallel_state(layout, virtual=tf_config.virtual_pipeline_model_parallel_size)
     patches.patch_router_without_te()
     patches.patch_mla_without_te()
     patches.patch_optimizer_without_te()
-    like = Path(folder) if like is None else like
     model = MegatronModel(
         tf_config,
         state,
         frozen=frozen,
         distributed_optimizer=distributed_optimizer,
         config=config,
-        like=like,
+        like=Path(folder) if like is None else like,
         scalar_head=scalar_head or {},
+        frozen_vision=frozen_vision,
     )
     model.load(Path(folder))
     return model
@@ -124,13 +137,14 @@ class MegatronModel:
         config: Mapping[str, Any] | None = None,
         like: Path | None = None,
         scalar_head: Mapping[str, tuple[int, ...]] | None = None,
+        frozen_vision: FrozenVision = TRAINED_VISION,
     ) -> None:
         self.tf_config = tf_config
         self.state = state
         self.spec = tf_config.decoder_spec
         self._config, self._like = config, like
         self._stopwatch, self._tokens = Stopwatch(tf_config.param_device), 0
-        self._has_adapters = self._has_features = False
+        self._has_adapters = self._has_features = self._has_images = False
         self._expert_load_LE: Tensor | None = None
         self._chunks = _build_chunks(tf_config, state)
         self.scalar_head = dict(scalar_head or {})
@@ -141,6 +155,7 @@ class MegatronModel:
             tf_config.decoder_spec,
             transformer_engine=tf_config.transformer_engine,
             batch_invariant=tf_config.numerics.batch_invariant,
+            adapted=tf_config.adapted,
         )
         self.mappings: Mapping[str, ParamMapping] = {
             **self._decoder_mappings,
@@ -155,6 +170,7 @@ class MegatronModel:
             trained=not frozen,
             buffers=use_buffers,
             scalar_head=self.scalar_head,
+            frozen_vision=frozen_vision,
         )
         self._buffers = (
             ParamGradBuffers(self._chunks, tf_config, self._registry, self.mappings) if use_buffers else None
@@ -184,6 +200,8 @@ class MegatronModel:
 
     def forward_backward(self, plan: Sequence[MegatronRows], judge: LossCallback) -> list[KeptTensors]:
         self._tokens += sum(len(rows.tokens_T) for rows in plan)
+        # Every rank knows whether a global batch has images, also one whose samples have none.
+        self._has_images |= torch.is_grad_enabled() and any(rows.images is not None for rows in plan)
         return run_forward_backward(
             self._chunks,
             self.tf_config,
@@ -222,21 +240,27 @@ class MegatronModel:
     # -- LoRA -------------------------------------------------------------------------------
 
     def attach_adapters(self, adapters: LoraAdapters, *, beside: bool = False) -> None:
-        """Attach LoRA adapters, which are replicated on every rank; call once, before the first forward.
+        """Attach LoRA adapters, which are replicated on every rank, merged into the weights or ``beside`` them; call
+        once, before the first forward.
 
         The model must be frozen, and its linear layers those without Transformer Engine, whose norms are separate.
         """
-        assert not beside and not self._has_adapters, "adapters are merged into the weights, and attached once"
+        assert not self._has_adapters, "adapters are attached once"
         assert not self._registry.trained and not self.tf_config.transformer_engine
         attach_adapters(
-            self._chunks, adapters, self.mappings, self.state, sequence=bool(self.tf_config.sequence_parallel)
+            self._chunks,
+            adapters,
+            self.mappings,
+            self.state,
+            sequence=bool(self.tf_config.sequence_parallel),
+            beside=beside,
         )
         self._has_adapters = True
 
     def local_part(self, name: str) -> ParamPart:
         """Return which part of a parameter this rank has."""
-        is_local = name in self._registry.local_names
-        return find_part(self.mappings[name], self.state.tp_group) if is_local else WHOLE
+        part = find_part(self.mappings[name], self.state)
+        return part if name in self._registry.local_names else replace(part, rows=torch.empty(0, dtype=torch.int64))
 
     def sum_grad(self, grad: Tensor) -> Tensor:
         """All-reduce the gradient of replicated factors: ranks have other tokens, channels or layers."""
@@ -270,7 +294,8 @@ class MegatronModel:
         if self.spec.tie_embeddings and state.pp_group.world > 1 and state.embedding_group is not None and TIED in own:
             state.embedding_group.all_reduce_bucketed([own[TIED]])
         if self._buffers is None:
-            self._registry.set_grads(own)
+            self._registry.set_grads(own, images=self._has_images)
+        self._has_images = False
 
     def optimizer(self, train: TrainConfig, schedule: LRSchedule, *, lr_flag: str) -> OptimizerProtocol | None:
         """Build Megatron's distributed optimizer if it was selected, once per model; None otherwise."""

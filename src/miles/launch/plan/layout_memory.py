@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import prod
 
+from miles.backends.megatron.module_choice import list_adapted_parts
 from miles.backends.megatron.rank_memory import (
     HeldModel,
     MegatronMemoryFlags,
@@ -77,7 +78,7 @@ def estimate_rank_memory(
 ) -> RankMemory:
     """Memory of a model trained in ``dtype`` by FSDP, ``frozen_vision`` parts excepted, or by ``megatron``."""
     if megatron is not None:
-        held = HeldModel(dtype=dtype, moments=moments, optimizer=optimizer)
+        held = HeldModel(dtype=dtype, moments=moments, optimizer=optimizer, frozen_vision=frozen_vision)
         return _build_megatron_memory(compute_fullest_rank_bytes(spec, layout, megatron, held))
     degrees = get_sharding_degrees(layout)
     return RankMemory(
@@ -117,7 +118,9 @@ def estimate_rank_critic_memory(
     """Memory of a critic: a float32 head on a decoder whose own head, unless it is the embedding, is not trained."""
     head = (spec.hidden_size, 1)
     if megatron is not None:
-        held = HeldModel(dtype=dtype, moments=moments, optimizer=optimizer, scalar_head=head)
+        held = HeldModel(
+            dtype=dtype, moments=moments, optimizer=optimizer, scalar_head=head, frozen_vision=frozen_vision
+        )
         return _build_megatron_memory(compute_fullest_rank_bytes(spec, layout, megatron, held))
     degrees = get_sharding_degrees(layout)
     bare = replace(spec, tie_embeddings=True)
@@ -150,6 +153,8 @@ def estimate_rank_lora_memory(
 ) -> LoraRankMemory:
     """Memory of a model trained with LoRA; every rank has all adapters. The base of unmerged ones is its weights."""
     shards = layout.shard_group_size
+    if megatron is not None:
+        megatron = replace(megatron, adapted=list_adapted_parts(lora))
     is_packed = spec.quantization is not None and spec.quantization.packed
     base = 0
     if is_packed:
