@@ -195,11 +195,19 @@ def test_upstreams_flags_are_taken(house, line):
         ("--lora-rank 8 --lora-adapter-path nowhere", "nowhere is not a folder"),
         ("--lora-adapter-path data", "is not a PEFT adapter"),
         ("--lora-rank -1", "--lora-rank"),
-        ("--lora-rank 8 --train-backend megatron --use-dora", "with --lora-rank does not support --use-dora"),
-        ("--lora-rank 8 --train-backend megatron --lora-dropout 0.1", "does not support --lora-dropout"),
         (
-            "--hf-checkpoint moe --lora-rank 8 --target-modules experts --train-backend megatron",
-            "supports adapters of attention and dense MLPs",
+            "--lora-rank 8 --train-backend megatron --use-dora --no-lora-merge",
+            "DoRA does not work with --train-precision, --no-lora-merge",
+        ),
+        (
+            "--lora-rank 8 --train-backend megatron --train-precision int4",
+            "megatron with --lora-rank does not support --train-precision",
+        ),
+        (
+            "--hf-checkpoint moe --lora-rank 8 --target-modules experts --train-backend megatron "
+            "--actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel "
+            "--expert-tensor-parallel-size 1",
+            "experts of layer 0 are sharded like its other layers",
         ),
         (
             "--lora-rank 8 --train-backend megatron --megatron-use-distributed-optimizer",
@@ -214,7 +222,7 @@ def test_upstreams_flags_are_taken(house, line):
         ),
         (
             "--lora-rank 8 --target-modules lm_head --hf-checkpoint untied --train-backend megatron",
-            "or the output layer, which lm_head is one of",
+            "does not support adapters of the output layer, such as lm_head",
         ),
         (
             "--lora-rank 8 --target-modules lm_head --hf-checkpoint untied --no-lora-merge --rollout-backend sglang",

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from miles.backends.fsdp.local_model import LocalModel
-from miles.backends.fsdp.lora_model import LoraModel, LoraReference
+from miles.backends.fsdp.lora_model import LoraModel, LoraReference, UnmergedLoraModel
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.types import Batch, Sample
 from miles.kernels.attention.varlen import VarlenAttentionBackend
@@ -31,6 +31,7 @@ from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
 from miles.models.lora.targets import LoraSpec, select_targets
+from miles.models.spec import DecoderSpec
 from miles.train.batch_tensors import flatten_batch, pack_micro_batch
 from miles.train.dp_group import SINGLE_RANK
 from miles.train.grad_accumulation import LogprobReader
@@ -153,24 +154,29 @@ def alone(folder: Path, batch: tuple[Sample, ...], algo: dict[str, Any]) -> dict
     return stepped(LocalModel(decoder, config=read_config(folder)), batch, SINGLE_RANK, algo)
 
 
-def adapted(base: Any, folder: Path, wanted: str | None = None) -> LoraModel:
+def lora_of(spec: DecoderSpec, wanted: str | None = None, **form: Any) -> LoraSpec:
+    """Adapters of the ``wanted`` modules, of a form such as DoRA."""
+    return LoraSpec(rank=3, alpha=6.0, targets=select_targets(spec, wanted, None), **form)
+
+
+def adapted(base: Any, folder: Path, lora: LoraSpec) -> LoraModel:
     """The model under adapters none of which is zero."""
-    lora = LoraSpec(rank=3, alpha=6.0, targets=select_targets(base.spec, wanted, None))
-    model = LoraModel(base, lora, base=folder, seed=1)
+    model = (UnmergedLoraModel if lora.unmerged else LoraModel)(base, lora, base=folder, seed=1)
     random = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for parameter in model.adapters().parameters.values():
-            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=random))
+        for name, parameter in model.adapters().parameters.items():
+            start = parameter if "magnitude" in name else 0.0
+            parameter.copy_(start + 0.1 * torch.randn(parameter.shape, generator=random))
     model.after_update()
     return model
 
 
 def alone_adapted(
-    folder: Path, batch: tuple[Sample, ...], algo: dict[str, Any], wanted: str | None, referred: bool = False
+    folder: Path, batch: tuple[Sample, ...], algo: dict[str, Any], lora: LoraSpec, referred: bool = False
 ) -> dict[str, Any]:
     """The step of adapters in one process of the embedded trainer: the oracle, itself held against PEFT."""
     decoder = hf.load(folder, device="cpu", dtype=torch.float32)
-    model = adapted(LocalModel(decoder, config=read_config(folder), frozen=True), folder, wanted)
+    model = adapted(LocalModel(decoder, config=read_config(folder), frozen=True), folder, lora)
     return stepped(model, batch, SINGLE_RANK, algo, LoraReference(model) if referred else None)
 
 
@@ -182,7 +188,7 @@ def shared_adapted(
     flags: tuple[str, ...],
     batch: tuple[Sample, ...],
     algo: dict[str, Any],
-    wanted: str | None,
+    lora: LoraSpec,
     out: Path | None,
     referred: bool = False,
 ) -> dict[str, Any]:
@@ -194,9 +200,10 @@ def shared_adapted(
         from miles.backends.megatron.parallel_state import destroy_parallel_state
 
         spec, config = spec_from_config(read_config(folder)), read_config(folder)
-        base = load_megatron_model(folder, spec, layout, dtype=torch.float32, flags=flags, frozen=True, config=config)
+        how: dict[str, Any] = {"dtype": torch.float32, "flags": flags, "frozen": True, "config": config, "lora": lora}
+        base = load_megatron_model(folder, spec, layout, **how)
         try:
-            model = adapted(base, folder, wanted)
+            model = adapted(base, folder, lora)
             found = stepped(model, batch, base.dp_group, algo, LoraReference(model) if referred else None)
             trainer = found.pop("trainer")
             if out is not None:

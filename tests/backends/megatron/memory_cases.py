@@ -20,7 +20,7 @@ from miles.models.families import spec_from_config
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCase:
-    """A model of ``cases`` as ``role``: policy, frozen, critic or adapters."""
+    """A model of ``cases`` as ``role``: policy, frozen, critic, or adapters of some ``modules``."""
 
     kind: str
     layout: dict[str, Any] = field(default_factory=dict)
@@ -28,6 +28,7 @@ class MemoryCase:
     dtype: str = "bfloat16"
     role: str = "policy"
     train: dict[str, Any] = field(default_factory=dict)
+    modules: str | None = None
 
     def __hash__(self) -> int:
         return hash(str(self))
@@ -52,6 +53,8 @@ def _hold(case: MemoryCase, folder: Path, world: int) -> tuple[int, int, int]:
     how: dict[str, Any] = {"dtype": getattr(torch, case.dtype), "flags": case.flags}
     if case.role == "critic":
         how["scalar_head"] = value_head_shapes(spec.hidden_size)
+    if case.role == "adapters":
+        how["lora"] = cases.lora_of(spec, case.modules)
     try:
         model = load_megatron_model(folder, spec, case.dims(world), frozen=case.role in ("frozen", "adapters"), **how)
         if case.role == "frozen":
@@ -85,7 +88,7 @@ def _step(case: MemoryCase, model: Any, folder: Path) -> tuple[int, int, int]:
         _check_masters(value, optimizer)
         weights, masters = _sum_weights(model)
         return weights, grads, masters + optimizer.bytes
-    actor = cases.adapted(model, folder) if case.role == "adapters" else model
+    actor = cases.adapted(model, folder, cases.lora_of(model.spec, case.modules)) if case.role == "adapters" else model
     trainer = worker(actor, algo=algo, train=train, temperature=0.9, dp_group=model.dp_group)
     optimizer, found = trainer._optimizer, []
     step = optimizer.step

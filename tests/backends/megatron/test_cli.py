@@ -65,12 +65,25 @@ def test_a_ppo_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path):
     assert all(torch.allclose(heads[0][n], heads[1][n], atol=2e-3) and heads[0][n].any() for n in heads[0])
 
 
-def test_a_run_of_adapters_on_megatron_is_the_run_on_fsdp(tmp_path: Path):
-    inputs = write_inputs(tmp_path / "inputs")
-    more = ("--lora-rank", "4", "--use-kl-loss", "--kl-loss-coef", "0.1", "--rollout-backend", "served")
+SERVED = ("--lora-rank", "4", "--use-kl-loss", "--kl-loss-coef", "0.1", "--rollout-backend", "served")
+TENSOR_RANKS = ("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2")
+ADAPTERS = {
+    "merged": (False, SERVED, TENSOR_RANKS),
+    "experts, named versions": (
+        True,
+        (*SERVED, "--target-modules", "all-linear,experts", "--no-lora-merge", "--lora-versions", "2"),
+        ("--actor-num-gpus-per-node", "2", "--expert-model-parallel-size", "2"),
+    ),
+    "DoRA": (False, (*SERVED, "--use-dora"), TENSOR_RANKS),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_run_of_adapters_on_megatron_is_the_run_on_fsdp(tmp_path: Path, name: str):
+    moe, more, ranks = ADAPTERS[name]
+    inputs = write_inputs(tmp_path / "inputs", moe=moe)
     wanted = train(inputs, tmp_path / "fsdp", *more)
-    ranks = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2")
-    found = train(inputs, tmp_path / "megatron", *more, *ranks)
+    found = train(inputs, tmp_path / "megatron", *more, "--train-backend", "megatron", *ranks)
     assert len(found) == 3 and found == pytest.approx(wanted, abs=1e-6)
     last = "checkpoints/step-000003"
     one, two = (_weights(tmp_path / name / last) for name in ("fsdp", "megatron"))
@@ -112,6 +125,11 @@ EXACT = {
         *("--dtype", "bfloat16"),
     ),
     "adapters": (False, "--lora-rank", "4", "--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2"),
+    "adapters of experts": (
+        True,
+        *("--lora-rank", "4", "--target-modules", "all-linear,experts", "--dtype", "bfloat16"),
+        *("--actor-num-gpus-per-node", "2", "--expert-model-parallel-size", "2", "--use-rollout-routing-replay"),
+    ),
     "fp8 cache": (False, "--kv-cache-dtype", "fp8_e4m3", "--dtype", "bfloat16"),
 }
 

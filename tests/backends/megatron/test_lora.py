@@ -3,6 +3,7 @@
 import asyncio
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from tests.pool import ranks
 from miles.backends.fsdp.local_model import LocalModel
 from miles.models.checkpoint import hf
 from miles.models.checkpoint.safetensors_io import read_config
+from miles.models.families import spec_from_config
+from miles.models.lora.targets import LoraSpec
 
 pytestmark = [
     pytest.mark.megatron,
@@ -40,12 +43,56 @@ def wanted_modules(kind: str) -> str | None:
     return "attn" if kind in cases.ROUTED else None
 
 
+def lora_of(kind: str, modules: str | None = None, **form: Any) -> LoraSpec:
+    return cases.lora_of(spec_from_config(cases.KINDS[kind]), modules, **form)
+
+
+PARTS = "all-linear,experts"
+ANY_MODULE: dict[str, tuple[Case, str | None, dict[str, Any]]] = {
+    "MLA and experts": (Case("deepseek_v3", {}), PARTS, {}),
+    "MLA and experts, tensor": (Case("deepseek_v3", {"tensor": 2, "sequence": True}), PARTS, {}),
+    "MLA and experts, expert": (Case("deepseek_v3", {"shard": 2, "expert": 2}), PARTS, {}),
+    "MLA and experts, pipeline": (Case("deepseek_v3", {"pipeline": 2}), PARTS, {}),
+    "shared experts, context": (Case("qwen2_moe", {"context": 2}), None, {}),
+    "experts that share factors": (Case("qwen3_moe", {"shard": 2, "expert": 2}), "experts", {"shared_outer": True}),
+    "DoRA": (Case("qwen3", {"tensor": 2, "sequence": True}), None, {"use_dora": True}),
+    "DoRA, no sequence": (Case("qwen3", {"tensor": 2}), None, {"use_dora": True}),
+    "DoRA, one rank": (Case("qwen3", {}), None, {"use_dora": True}),
+    "DoRA, biases": (Case("llama", {"tensor": 2}), None, {"use_dora": True}),
+    "DoRA of experts": (Case("qwen3_moe", {"tensor": 2, "sequence": True}), PARTS, {"use_dora": True}),
+    "DoRA, tensor and pipeline": (
+        Case("qwen3", {"tensor": 2, "pipeline": 2, "sequence": True}),
+        None,
+        {"use_dora": True},
+    ),
+    "dropout": (Case("qwen3", {}), None, {"dropout": 0.3}),
+    "dropout, tensor": (Case("qwen3", {"tensor": 2, "sequence": True}), None, {"dropout": 0.3}),
+    "dropout, pipeline": (Case("qwen3", {"pipeline": 2}), None, {"dropout": 0.3}),
+    "unmerged": (Case("qwen3", {"tensor": 2, "sequence": True}), None, {"unmerged": True}),
+    "unmerged experts": (Case("deepseek_v3", {"shard": 2, "expert": 2}), PARTS, {"unmerged": True}),
+    "unmerged, pipeline": (Case("qwen3", {"pipeline": 2}), None, {"unmerged": True}),
+}
+"""Adapters that Megatron's modules cannot have: those parts are the decoder's modules."""
+
+
+@pytest.mark.parametrize("name", ANY_MODULE)
+def test_a_step_of_adapters_of_any_module_and_form_is_the_step_of_one_process(tmp_path: Path, name: str):
+    case, modules, form = ANY_MODULE[name]
+    folder, batch, algo = cases.written(tmp_path / "model", case.kind), cases.samples(case.kind), algo_of(case.kind)
+    lora, where = lora_of(case.kind, modules, **form), layout(case.sizes)
+    wanted = cases.alone_adapted(folder, batch, algo, lora)
+    for found in ranks(where.world, cases.shared_adapted, folder, where, case.flags, batch, algo, lora, None):
+        assert not cases.unlike(found["metrics"], wanted["metrics"])
+        assert not cases.apart(found["grads"], wanted["grads"], 1e-4)
+        assert not cases.apart(found["after"], wanted["after"], 1e-4)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_of_adapters_in_any_layout_is_the_step_of_one_process(tmp_path: Path, case: Case):
     folder, batch, algo = cases.written(tmp_path / "model", case.kind), cases.samples(case.kind), algo_of(case.kind)
-    modules, where = wanted_modules(case.kind), layout(case.sizes)
-    wanted = cases.alone_adapted(folder, batch, algo, modules)
-    for found in ranks(where.world, cases.shared_adapted, folder, where, case.flags, batch, algo, modules, None):
+    lora, where = lora_of(case.kind, wanted_modules(case.kind)), layout(case.sizes)
+    wanted = cases.alone_adapted(folder, batch, algo, lora)
+    for found in ranks(where.world, cases.shared_adapted, folder, where, case.flags, batch, algo, lora, None):
         assert not cases.unlike(found["metrics"], wanted["metrics"])
         assert found["grads"].keys() == {n for n in wanted["after"] if ".lora_" in n}
         assert not cases.apart(found["grads"], wanted["grads"], 1e-4)
@@ -55,24 +102,25 @@ def test_a_step_of_adapters_in_any_layout_is_the_step_of_one_process(tmp_path: P
 def test_the_reference_is_the_base_with_the_adapters_off(tmp_path: Path):
     folder, batch = cases.written(tmp_path / "model", "qwen3"), cases.samples("qwen3")
     algo = {"use_kl_loss": True, "kl_loss_coef": 0.5}
-    wanted = cases.alone_adapted(folder, batch, algo, None, True)
+    lora = lora_of("qwen3")
+    wanted = cases.alone_adapted(folder, batch, algo, lora, True)
     assert abs(wanted["metrics"]["kl"]) > 1e-3
     where = layout({"tensor": 2, "sequence": True})
-    for found in ranks(2, cases.shared_adapted, folder, where, (), batch, algo, None, None, True):
+    for found in ranks(2, cases.shared_adapted, folder, where, (), batch, algo, lora, None, True):
         assert not cases.unlike(found["metrics"], wanted["metrics"])
         assert not cases.apart(found["grads"], wanted["grads"], 1e-4)
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2, "sequence": True}, {"pipeline": 2}], ids=str)
 def test_a_checkpoint_is_continued_by_one_process_of_the_embedded_trainer(tmp_path: Path, sizes: dict[str, int]):
-    folder, batch = cases.written(tmp_path / "model", "qwen3"), cases.samples("qwen3")
+    folder, batch, lora = cases.written(tmp_path / "model", "qwen3"), cases.samples("qwen3"), lora_of("qwen3")
     kept = tmp_path / "kept"
     kept.mkdir()
-    ranks(2, cases.shared_adapted, folder, layout(sizes), (), batch, {}, None, kept)
-    own = cases.alone_adapted(folder, batch, {}, None)["trainer"]
+    ranks(2, cases.shared_adapted, folder, layout(sizes), (), batch, {}, lora, kept)
+    own = cases.alone_adapted(folder, batch, {}, lora)["trainer"]
     decoder = hf.load(folder, device="cpu", dtype=torch.float32)
     base = LocalModel(decoder, config=read_config(folder), frozen=True)
-    heir = cases.trainer_of(cases.adapted(base, folder), {}, cases.SINGLE_RANK)
+    heir = cases.trainer_of(cases.adapted(base, folder, lora), {}, cases.SINGLE_RANK)
     asyncio.run(heir.load(kept))
     assert heir.version == own.version
     assert not cases.apart(dict(heir.weights()), dict(own.weights()), 1e-4)

@@ -20,7 +20,6 @@ from miles.launch.plan.layout_memory import (
     estimate_rank_memory,
 )
 from miles.models.families import spec_from_config
-from miles.models.lora.targets import LoraSpec, select_targets
 
 pytestmark = [
     pytest.mark.megatron,
@@ -52,6 +51,8 @@ TWO = [
     MemoryCase(kind="qwen3 untied", layout=STAGES, role="critic"),
     MemoryCase(kind="qwen3", layout=PARTS, role="critic", flags=OWN),
     MemoryCase(kind="qwen3 untied", layout=TENSOR, role="adapters"),
+    MemoryCase(kind="deepseek_v3", layout=TENSOR, role="adapters", modules="all-linear,experts"),
+    MemoryCase(kind="qwen3_moe", layout=PARTS | {"expert": 2}, role="adapters", modules="experts"),
 ]
 FOUR = [
     MemoryCase(kind="qwen3", layout=TENSOR | STAGES, flags=OWN),
@@ -90,7 +91,7 @@ def plan_fullest(case: MemoryCase, world: int) -> tuple[int, int, int]:
     if case.role == "frozen":
         return estimate_rank_frozen_bytes(spec, layout, case.dtype, megatron=flags), 0, 0
     if case.role == "adapters":
-        lora = LoraSpec(rank=3, alpha=6.0, targets=select_targets(spec, None, None))
+        lora = cases.lora_of(spec, case.modules)
         plan = estimate_rank_lora_memory(spec, layout, case.dtype, lora, megatron=flags)
         return plan.weights + plan.base + plan.adapters, plan.gradients, plan.optimizer
     estimate = estimate_rank_critic_memory if case.role == "critic" else estimate_rank_memory

@@ -24,7 +24,6 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from miles.backends.megatron.module_choice import choose_modules
 from miles.backends.megatron.packed_batch import PackedParams
 from miles.backends.megatron.parallel_state import MegatronGroup
 from miles.backends.megatron.param_mapping import ParamMapping
@@ -182,7 +181,7 @@ class BatchInvariantLinear(nn.Module):
 
 def find_mlp_activation(config: DecoderTransformerConfig) -> Activation:
     """Return the activation of Megatron's dense layers, which all have the same."""
-    mlp = choose_modules(config.decoder_spec).mlp
+    mlp = config.modules.mlp
     assert mlp is not None, "only layers of this spec have Megatron's MLP"
     return mlp.activation
 

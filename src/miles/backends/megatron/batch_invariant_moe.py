@@ -22,7 +22,6 @@ from torch import Tensor
 
 from miles.backends.megatron.batch_invariant_layers import MLP_SUBMODULES, reduce_in_rank_order
 from miles.backends.megatron.experts import GroupedExperts
-from miles.backends.megatron.module_choice import choose_modules
 from miles.backends.megatron.packed_batch import LayerRoutingReplay
 from miles.backends.megatron.parallel_state import MegatronGroup
 from miles.backends.megatron.router import BalancedRouter
@@ -37,7 +36,7 @@ from miles.models.spec import Activation, MoeSpec
 
 def _moe_spec(config: Any) -> MoeSpec:
     assert isinstance(config, DecoderTransformerConfig)
-    moe = choose_modules(config.decoder_spec).moe
+    moe = config.modules.moe
     assert moe is not None, "only layers of this spec have Megatron's experts"
     return moe
 

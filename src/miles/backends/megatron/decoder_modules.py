@@ -30,7 +30,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from miles.backends.megatron.batch_invariant_layers import reduce_in_rank_order
-from miles.backends.megatron.module_choice import choose_modules
 from miles.backends.megatron.packed_batch import LayerRoutingReplay, PackedAttention, PackedParams
 from miles.backends.megatron.parallel_state import MegatronGroup
 from miles.backends.megatron.param_mapping import build_param_mappings
@@ -58,6 +57,7 @@ class TensorParallelRegion:
         self.group = MegatronGroup(parallel_state.get_tensor_model_parallel_group())
         self._sequence = bool(config.sequence_parallel) and self.group.world > 1
         self._batch_invariant = config.numerics.batch_invariant
+        self._keeps_parts = bool(config.adapted)
 
     def enter(self, x: Tensor) -> Tensor:
         """Return all slots; their gradient is summed over the ranks."""
@@ -71,6 +71,8 @@ class TensorParallelRegion:
             return reduce_in_rank_order(part, self.group, sequence=self._sequence)
         if self._sequence:
             return reduce_scatter_to_sequence_parallel_region(part, group=self.group.process_group)
+        # Megatron sums in place, and the gradient of DoRA's magnitudes needs the partial result.
+        part = part.clone() if self._keeps_parts else part
         return reduce_from_tensor_model_parallel_region(part, group=self.group.process_group)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -340,7 +342,7 @@ def use_decoder_modules(
     submodules: Any, config: DecoderTransformerConfig, index: int, *, norm: Callable[..., nn.Module]
 ) -> None:
     """Replace the modules of Megatron's layer spec by the decoder's, where Megatron has none for layer ``index``."""
-    layer, modules = config.decoder_spec.layers[index], choose_modules(config.decoder_spec)
+    layer, modules = config.decoder_spec.layers[index], config.modules
     if index in modules.mixers:
         submodules.self_attention = ModuleSpec(module=DecoderMixer)
     if index in modules.ffns:

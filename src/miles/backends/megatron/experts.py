@@ -12,7 +12,6 @@ import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
-from miles.backends.megatron.module_choice import choose_modules
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
 from miles.kernels.fused.activation import gated_activation_inference
 from miles.kernels.moe.grouped_gemm import SortedRows, grouped_linear
@@ -33,7 +32,7 @@ class GroupedExperts(SequentialMLP):
     ) -> tuple[Tensor, Tensor | None]:
         config: Any = self.config
         assert isinstance(config, DecoderTransformerConfig)
-        moe = choose_modules(config.decoder_spec).moe
+        moe = config.modules.moe
         assert moe is not None, "only layers of this spec have Megatron's experts"
         if config.moe_apply_probs_on_input:
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)

@@ -37,7 +37,6 @@ from miles.backends.megatron.batch_invariant_moe import BatchInvariantMoeLayer
 from miles.backends.megatron.decoder_modules import DecoderMoe, use_decoder_modules
 from miles.backends.megatron.experts import GroupedExperts
 from miles.backends.megatron.mla import PackedMLASelfAttention
-from miles.backends.megatron.module_choice import choose_modules
 from miles.backends.megatron.packed_batch import LayerRoutingReplay, PackedParams
 from miles.backends.megatron.residual_streams import (
     ResidualState,
@@ -298,7 +297,7 @@ def _check_selections(spec: DecoderSpec, layers: range) -> None:
 
 def _layer_module_spec(config: DecoderTransformerConfig, index: int) -> ModuleSpec:
     """Return Megatron's spec of a layer, with our modules in place of those that do not support packed batches."""
-    modules = choose_modules(config.decoder_spec)
+    modules = config.modules
     moe = isinstance(config.decoder_spec.layers[index].ffn, MoeSpec) and index not in modules.ffns
     how = {
         "num_experts": config.num_moe_experts if moe else None,

@@ -1,4 +1,4 @@
-"""LoRA adapters on Megatron's column- and row-parallel linear layers, into whose weights they are merged.
+"""LoRA adapters on Megatron's column- and row-parallel linear layers, and on the decoder's modules in its layers.
 
 A rank has all factors and uses the part that belongs to its part of a weight (``models.lora``). Under sequence
 parallelism a column-parallel layer has a part of the tokens at its input, a row-parallel one at its output: backward
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from miles.backends.megatron.decoder_modules import DecoderModule
 from miles.backends.megatron.layer_spec import GPTBackbone
+from miles.backends.megatron.module_choice import MIXER_NAMES
 from miles.backends.megatron.parallel_state import MegatronGroup, ParallelState
-from miles.backends.megatron.param_mapping import ParamMapping, parse_layer_index, possible_names
-from miles.models.layers.linear import Linear
+from miles.backends.megatron.param_mapping import ParamMapping, megatron_names, parse_layer_index
 from miles.models.lora.adapters import (
-    WHOLE,
     LoraAdapter,
     LoraAdapters,
     ParamPart,
@@ -33,15 +33,21 @@ from miles.models.lora.adapters import (
 )
 
 
-def find_part(mapping: ParamMapping, group: MegatronGroup) -> ParamPart:
-    """Return which rows or columns of the decoder's weight a tensor-parallel rank has, in Megatron's order."""
-    shard = mapping.tp_shard
+def find_part(mapping: ParamMapping, state: ParallelState) -> ParamPart:
+    """Return which experts, and which rows or columns, of the decoder's weight this rank has, in Megatron's order."""
+    shard, group = mapping.tp_shard, state.tp_group
+    experts: tuple[int, int] | None = None
+    if mapping.expert:
+        group, count = state.etp_group, mapping.shape[0] // state.ep_group.world
+        experts = (state.ep_group.rank * count, (state.ep_group.rank + 1) * count)
     if not shard.segments or (group.world == 1 and mapping.heads is None):
-        return WHOLE
-    numbers = torch.arange(mapping.shape[shard.dim])
-    if shard.dim == 0:
-        return ParamPart(rows=shard.shard(mapping.to_megatron(numbers), group.rank, group.world))
-    return ParamPart(columns=replace(shard, dim=0).shard(numbers, group.rank, group.world))
+        return ParamPart(experts)
+    # Numbers from 1 on are sharded like the rows or columns themselves; where a rank is padded there are zeros.
+    numbers = torch.arange(1, mapping.shape[shard.dim] + 1)
+    index = replace(shard, dim=0).shard(mapping.to_megatron(numbers), group.rank, group.world) - 1
+    if shard.dim == len(mapping.shape) - 2:
+        return ParamPart(experts, index)
+    return ParamPart(experts, None, index)
 
 
 def attach_adapters(
@@ -51,25 +57,37 @@ def attach_adapters(
     state: ParallelState,
     *,
     sequence: bool,
+    beside: bool = False,
 ) -> None:
-    """Attach the adapters to the linear layers of this rank; call once, before the first forward."""
+    """Attach the adapters to the linear layers of this rank; call once, before the first forward.
+
+    They are merged into the weights or applied ``beside`` them, which only modules of the decoder support.
+    """
     layers: dict[int, Any] = {layer.layer_number - 1: layer for chunk in chunks for layer in chunk.decoder.layers}
-    group = state.tp_group
+    decoder: dict[str, dict[str, nn.Module]] = {}
+    decoder_names: list[str] = []
     for name in adapters.targets_by_param:
         index, mapping = parse_layer_index(name), mappings[name]
-        if index not in layers:  # another stage has it
+        if index is None or index not in layers:  # another stage has it
             continue
-        module = _find_module(layers[index], name)
-        parts = adapters.list_parts(name, find_part(mapping, group))
-        # A module of the decoder has all slots at its input and at its output.
-        sequence_group = group if sequence and not isinstance(module, Linear) else None
+        part_name = name.split(".")[2]
+        home = layers[index].self_attention if part_name in MIXER_NAMES else layers[index].mlp
+        if isinstance(home, DecoderModule):
+            decoder.setdefault(str(index), {})[part_name] = home.get_submodule(part_name)
+            decoder_names.append(name)
+            continue
+        assert not beside, "parts with adapters beside their weights are the decoder's"
         adapter = ParallelLoraAdapter(
-            parts, adapters.lora.scale, sequence_group, is_row_parallel=mapping.tp_shard.dim == 1
+            adapters.list_parts(name, find_part(mapping, state)),
+            adapters.lora.scale,
+            state.tp_group if sequence else None,
+            is_row_parallel=mapping.tp_shard.dim == 1,
         )
-        if isinstance(module, Linear):
-            module.adapter = adapter
-        else:
-            module.register_forward_hook(adapter.hook)
+        _find_module(layers[index], name).register_forward_hook(adapter.hook)
+    attach = adapters.attach_beside if beside else adapters.attach
+    # A module of the decoder has all slots at its input and at its output.
+    modules = nn.ModuleDict({index: nn.ModuleDict(parts) for index, parts in decoder.items()})
+    attach(nn.ModuleDict({"layers": modules}), lambda name: find_part(mappings[name], state), decoder_names)
     for chunk in chunks:
         if chunk.pre_process:
             # Layers that are recomputed have gradients only if their input has.
@@ -77,9 +95,9 @@ def attach_adapters(
 
 
 def _find_module(layer: nn.Module, name: str) -> nn.Module:
-    """Return the linear layer of a weight: Megatron's or the decoder's."""
+    """Return Megatron's linear layer of a weight."""
     modules = dict(layer.named_modules())
-    names = [each.removesuffix(".weight") for each in possible_names(name)]
+    names = [each.removesuffix(".weight") for each in megatron_names(name)]
     return next(modules[each] for each in names if each in modules)
 
 

@@ -8,6 +8,7 @@ experts. Gradients are plain sums: partial gradients are reduced once, in ``fina
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from miles.backends.megatron.flags import DISTRIBUTED_OPTIMIZER, parse_flags
 from miles.backends.megatron.forward import run_forward_backward
 from miles.backends.megatron.layer_spec import GPTBackbone, build_gpt_backbone
 from miles.backends.megatron.lora import attach_adapters, find_part
+from miles.backends.megatron.module_choice import list_adapted_parts
 from miles.backends.megatron.packed_batch import MegatronRows
 from miles.backends.megatron.parallel_state import ParallelState, initialize_parallel_state
 from miles.backends.megatron.param_mapping import LM_HEAD, TIED, ParamMapping, build_head_mappings, build_param_mappings
@@ -41,7 +43,8 @@ from miles.models.checkpoint.tensor_sources import locate_tensors, read_quant_co
 from miles.models.checkpoint.torch_dist import is_torch_dist
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
-from miles.models.lora.adapters import WHOLE, LoraAdapters, ParamPart
+from miles.models.lora.adapters import LoraAdapters, ParamPart
+from miles.models.lora.targets import LoraSpec
 from miles.models.optim_groups import MuonMatrices, find_muon_matrices
 from miles.models.spec import DecoderSpec
 from miles.train.config import TrainConfig
@@ -67,6 +70,7 @@ def load_megatron_model(
     scalar_head: Mapping[str, tuple[int, ...]] | None = None,
     balanced: bool = True,
     numerics: Numerics = FAST,
+    lora: LoraSpec | None = None,
 ) -> MegatronModel:
     """Load the model of the Hugging Face ``folder`` over the ranks of torch's default group; every rank calls it.
 
@@ -75,7 +79,8 @@ def load_megatron_model(
     ``folder``. Transformer Engine is used where it is installed, unless ``transformer_engine`` is false. With the
     shapes of a ``scalar_head`` the model has this head too, with zeros. Flags of the load balancing of routers are
     ignored unless ``balanced``: they are about the policy, and another model may have no routers. With batch-invariant
-    ``numerics`` its layers are those of ``batch_invariant_layers``.
+    ``numerics`` its layers are those of ``batch_invariant_layers``. Parts to which Megatron's modules cannot attach the
+    adapters of ``lora`` are the decoder's modules.
     """
     fields = parse_flags(flags)
     if not balanced:
@@ -86,20 +91,26 @@ def load_megatron_model(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Megatron allocates on the current device
     tf_config = build_transformer_config(
-        spec, layout, fields, dtype=dtype, device=device, transformer_engine=transformer_engine, numerics=numerics
+        spec,
+        layout,
+        fields,
+        dtype=dtype,
+        device=device,
+        transformer_engine=transformer_engine,
+        numerics=numerics,
+        adapted=list_adapted_parts(lora),
     )
     state = initialize_parallel_state(layout, virtual=tf_config.virtual_pipeline_model_parallel_size)
     patches.patch_router_without_te()
     patches.patch_mla_without_te()
     patches.patch_optimizer_without_te()
-    like = Path(folder) if like is None else like
     model = MegatronModel(
         tf_config,
         state,
         frozen=frozen,
         distributed_optimizer=distributed_optimizer,
         config=config,
-        like=like,
+        like=Path(folder) if like is None else like,
         scalar_head=scalar_head or {},
     )
     model.load(Path(folder))
@@ -141,6 +152,7 @@ class MegatronModel:
             tf_config.decoder_spec,
             transformer_engine=tf_config.transformer_engine,
             batch_invariant=tf_config.numerics.batch_invariant,
+            adapted=tf_config.adapted,
         )
         self.mappings: Mapping[str, ParamMapping] = {
             **self._decoder_mappings,
@@ -222,21 +234,27 @@ class MegatronModel:
     # -- LoRA -------------------------------------------------------------------------------
 
     def attach_adapters(self, adapters: LoraAdapters, *, beside: bool = False) -> None:
-        """Attach LoRA adapters, which are replicated on every rank; call once, before the first forward.
+        """Attach LoRA adapters, which are replicated on every rank, merged into the weights or ``beside`` them; call
+        once, before the first forward.
 
         The model must be frozen, and its linear layers those without Transformer Engine, whose norms are separate.
         """
-        assert not beside and not self._has_adapters, "adapters are merged into the weights, and attached once"
+        assert not self._has_adapters, "adapters are attached once"
         assert not self._registry.trained and not self.tf_config.transformer_engine
         attach_adapters(
-            self._chunks, adapters, self.mappings, self.state, sequence=bool(self.tf_config.sequence_parallel)
+            self._chunks,
+            adapters,
+            self.mappings,
+            self.state,
+            sequence=bool(self.tf_config.sequence_parallel),
+            beside=beside,
         )
         self._has_adapters = True
 
     def local_part(self, name: str) -> ParamPart:
         """Return which part of a parameter this rank has."""
-        is_local = name in self._registry.local_names
-        return find_part(self.mappings[name], self.state.tp_group) if is_local else WHOLE
+        part = find_part(self.mappings[name], self.state)
+        return part if name in self._registry.local_names else replace(part, rows=torch.empty(0, dtype=torch.int64))
 
     def sum_grad(self, grad: Tensor) -> Tensor:
         """All-reduce the gradient of replicated factors: ranks have other tokens, channels or layers."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from miles.models.lora.targets import LoraSpec
 from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MlpSpec, MoeSpec
 
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -49,9 +50,32 @@ class ModuleChoice:
         return int(parts[1]) in home
 
 
-@lru_cache(maxsize=8)
-def choose_modules(spec: DecoderSpec) -> ModuleChoice:
-    """Choose Megatron's modules for the layers that its one config describes, which is that of the first such layer."""
+AdaptedPart = tuple[int, str]
+"""A layer and the name of its mixer or feed-forward part whose adapters Megatron's module cannot have."""
+
+
+def list_adapted_parts(lora: LoraSpec | None) -> frozenset[AdaptedPart]:
+    """List the parts whose adapters Megatron's modules cannot have; none without adapters.
+
+    They can have merged LoRA of attention and dense MLPs: not of MLA and experts, and no DoRA, no dropout, and nothing
+    beside the weights.
+    """
+    if lora is None:
+        return frozenset()
+    only_merged = not (lora.use_dora or lora.dropout or lora.unmerged)
+    names = (target.param_name.split(".") for target in lora.targets if target.param_name.startswith("layers."))
+    parts = {(int(name[1]), name[2]) for name in names}
+    return frozenset(part for part in parts if not (only_merged and part[1] in ("attention", "mlp")))
+
+
+@lru_cache(maxsize=16)
+def choose_modules(spec: DecoderSpec, adapted: frozenset[AdaptedPart] = frozenset()) -> ModuleChoice:
+    """Choose Megatron's modules for the layers that its one config describes, which is that of the first such layer.
+
+    Parts that are ``adapted`` as Megatron's modules cannot be are the decoder's.
+    """
+    adapted_mixers = {i for i, name in adapted if name in MIXER_NAMES}
+    adapted_ffns = {i for i, name in adapted if name in FFN_NAMES}
     mixers = [layer.mixer for layer in spec.layers]
     sources = {mixer.kv_source for mixer in mixers if isinstance(mixer, AttentionSpec)}
     ffns = [layer.ffn for layer in spec.layers]
@@ -67,9 +91,11 @@ def choose_modules(spec: DecoderSpec) -> ModuleChoice:
         mixers=frozenset(
             i
             for i, mixer in enumerate(mixers)
-            if mixer is not None and not (i in own and _sizes(mixer) == _sizes(attention))
+            if i in adapted_mixers or (mixer is not None and not (i in own and _sizes(mixer) == _sizes(attention)))
         ),
-        ffns=frozenset(i for i, ffn in enumerate(ffns) if ffn is not None and ffn not in (mlp, moe)),
+        ffns=frozenset(
+            i for i, ffn in enumerate(ffns) if i in adapted_ffns or (ffn is not None and ffn not in (mlp, moe))
+        ),
         attention=attention,
         mlp=mlp,
         moe=moe,

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from miles.backends.megatron.module_choice import MIXER_NAMES, choose_modules
+from miles.backends.megatron.module_choice import MIXER_NAMES, AdaptedPart, choose_modules
 from miles.models.checkpoint.param_map import build_param_map
 from miles.models.checkpoint.param_slices import param_shape
 from miles.models.parallel.tp_sharding import ShardSegment, TpShard, compute_tp_shards
@@ -112,14 +112,18 @@ class ParamMapping:
 
 @lru_cache(maxsize=8)
 def build_param_mappings(
-    spec: DecoderSpec, *, transformer_engine: bool, batch_invariant: bool = False
+    spec: DecoderSpec,
+    *,
+    transformer_engine: bool,
+    batch_invariant: bool = False,
+    adapted: frozenset[AdaptedPart] = frozenset(),
 ) -> Mapping[str, ParamMapping]:
     """Map every parameter of the decoder, in the decoder's order.
 
     With Transformer Engine and with batch-invariant layers every tensor-parallel rank has the down-projections of MLA
-    in full.
+    in full. Parts that are ``adapted`` are the decoder's modules.
     """
-    cuts, modules = compute_tp_shards(spec), choose_modules(spec)
+    cuts, modules = compute_tp_shards(spec), choose_modules(spec, adapted)
     mappings: dict[str, ParamMapping] = {}
     for name, parts in build_param_map(spec).items():
         shape = param_shape(parts)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, lcm
 
-from miles.backends.megatron.module_choice import choose_modules
+from miles.backends.megatron.module_choice import AdaptedPart, choose_modules
 from miles.cluster.parallel_dims import ParallelDims
 from miles.models.accounting.params import (
     BYTES,
@@ -71,6 +71,7 @@ class MegatronMemoryFlags:
 
     ``first`` and ``last`` are the layers of the first and last stage, ``virtual`` the stages of one rank. The latents
     of MLA are ``sharded_latents`` over tensor-parallel ranks except with Transformer Engine and batch-invariant layers.
+    ``adapted`` parts are the decoder's modules, as ``choose_modules`` has them.
     """
 
     distributed_optimizer: bool = False
@@ -81,6 +82,7 @@ class MegatronMemoryFlags:
     counts_loss: bool = False
     frozen_router: bool = False
     sharded_latents: bool = True
+    adapted: frozenset[AdaptedPart] = frozenset()
 
 
 _FLAGS = {
@@ -258,7 +260,7 @@ def _shard_megatron(param: RankParam, spec: DecoderSpec, layout: ParallelDims, f
     count = param.count
     if param.name.endswith(_EXPERTS):
         count //= layout.expert
-    elif choose_modules(spec).has_param(param.name):
+    elif choose_modules(spec, flags.adapted).has_param(param.name):
         pass  # sharded as in the decoder
     elif ".attention.qkv." in param.name:  # even rows, also with more ranks than key-value heads
         mixer = spec.layers[int(param.name.split(".")[1])].mixer

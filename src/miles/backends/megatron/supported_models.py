@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miles.backends.megatron.module_choice import can_use_transformer_engine, choose_modules
+from miles.backends.megatron.module_choice import AdaptedPart, can_use_transformer_engine, choose_modules
 from miles.cluster.parallel_dims import ParallelDims
 from miles.models.spec import (
     AttentionSpec,
@@ -14,8 +14,10 @@ from miles.models.spec import (
 )
 
 
-def check_megatron_support(spec: DecoderSpec, layout: ParallelDims) -> str | None:
-    """Return why Megatron cannot train this model in this layout (a sentence), or None if it can."""
+def check_megatron_support(
+    spec: DecoderSpec, layout: ParallelDims, adapted: frozenset[AdaptedPart] = frozenset()
+) -> str | None:
+    """Return why Megatron cannot train this model, or these ``adapted`` parts, in this layout (a sentence), or None."""
     if spec.has_ngrams and layout.tensor > 1:
         return (
             f"the megatron backend does not split the n-gram embeddings of {spec.family} over tensor parallel ranks; "
@@ -29,7 +31,7 @@ def check_megatron_support(spec: DecoderSpec, layout: ParallelDims) -> str | Non
     problems = ((i, _unsupported_part(layer)) for i, layer in enumerate(spec.layers))
     found = next((f"layer {i} has {problem}" for i, problem in problems if problem is not None), None)
     if found is None:
-        found = _indivisible(spec, layout)
+        found = _indivisible(spec, layout, adapted)
     if found is not None:
         return f"the megatron backend cannot train {spec.family}: {found}; use --train-backend fsdp."
     if spec.moe is not None and layout.tensor > 1 and not layout.sequence:
@@ -80,9 +82,9 @@ def _unsupported_mixer(layer: LayerSpec) -> str | None:
     return "attention with a relative position bias" if isinstance(mixer, RelativeAttentionSpec) else None
 
 
-def _indivisible(spec: DecoderSpec, layout: ParallelDims) -> str | None:
+def _indivisible(spec: DecoderSpec, layout: ParallelDims, adapted: frozenset[AdaptedPart]) -> str | None:
     """Return which size cannot be divided evenly among the ranks, as Megatron requires."""
-    own, modules = layout.expert_tensor or layout.tensor, choose_modules(spec)
+    own, modules = layout.expert_tensor or layout.tensor, choose_modules(spec, adapted)
     parts = [
         (layer.ffn.size, own if isinstance(layer.ffn, MoeSpec) else layout.tensor) for layer in spec.layers if layer.ffn
     ]

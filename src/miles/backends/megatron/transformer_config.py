@@ -12,7 +12,13 @@ import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch.nn import functional as F
 
-from miles.backends.megatron.module_choice import ACTIVATIONS, can_use_transformer_engine, choose_modules
+from miles.backends.megatron.module_choice import (
+    ACTIVATIONS,
+    AdaptedPart,
+    ModuleChoice,
+    can_use_transformer_engine,
+    choose_modules,
+)
 from miles.backends.megatron.router import RouterBalance, split_balance
 from miles.backends.megatron.supported_models import (
     check_batch_invariant_support,
@@ -29,7 +35,8 @@ from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MlpSpec, MoeS
 @dataclass
 class DecoderTransformerConfig(MLATransformerConfig):
     """Megatron's config plus what our modules need: the spec, the device of parameters, whether layers are Transformer
-    Engine's, the numerics of all layers, and the load balancing of routers, for which Megatron's own is off.
+    Engine's, the numerics of all layers, the load balancing of routers, for which Megatron's own is off, and the parts
+    with adapters that Megatron's modules cannot have.
     """
 
     decoder_spec: DecoderSpec = field(kw_only=True)
@@ -37,6 +44,12 @@ class DecoderTransformerConfig(MLATransformerConfig):
     transformer_engine: bool = field(default=False, kw_only=True)
     numerics: Numerics = field(default=FAST, kw_only=True)
     balance: RouterBalance = field(default_factory=RouterBalance, kw_only=True)
+    adapted: frozenset[AdaptedPart] = field(default=frozenset(), kw_only=True)
+
+    @property
+    def modules(self) -> ModuleChoice:
+        """Which modules are Megatron's, and which the decoder's."""
+        return choose_modules(self.decoder_spec, self.adapted)
 
 
 def build_transformer_config(
@@ -48,13 +61,14 @@ def build_transformer_config(
     device: torch.device,
     transformer_engine: bool = True,
     numerics: Numerics = FAST,
+    adapted: frozenset[AdaptedPart] = frozenset(),
 ) -> DecoderTransformerConfig:
     """Build the config for ``spec``; ``flags`` are fields of Megatron's own. Its errors become UsageErrors.
 
     Transformer Engine is used where it is installed, unless ``transformer_engine`` is false or the ``numerics`` are
     batch-invariant.
     """
-    problem = _find_problem(spec, layout, flags, numerics)
+    problem = _find_problem(spec, layout, flags, numerics, adapted)
     if problem is not None:
         raise UsageError(problem)
     transformer_engine = transformer_engine and not numerics.batch_invariant
@@ -90,6 +104,7 @@ def build_transformer_config(
             transformer_engine=transformer_engine,
             numerics=numerics,
             balance=balance,
+            adapted=adapted,
         )
     except (ValueError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"Megatron-Core rejects this model and parallel layout: {error}") from error
@@ -99,13 +114,21 @@ def build_transformer_config(
     return tf_config
 
 
-def _find_problem(spec: DecoderSpec, layout: ParallelDims, flags: Mapping[str, Any], numerics: Numerics) -> str | None:
+def _find_problem(
+    spec: DecoderSpec,
+    layout: ParallelDims,
+    flags: Mapping[str, Any],
+    numerics: Numerics,
+    adapted: frozenset[AdaptedPart],
+) -> str | None:
     """Return why this model cannot be trained so (a sentence), or None if it can."""
-    problem = check_megatron_support(spec, layout) or check_quantization_support(spec)
+    problem = check_megatron_support(spec, layout, adapted) or check_quantization_support(spec)
     if problem is None and numerics.batch_invariant:
         problem = check_batch_invariant_support(spec, layout) or _find_numeric_flag(flags)
     if problem is None and not choose_modules(spec).is_all_megatron:
         problem = _find_kernel_flag(flags, f"layers of {spec.family} do not")
+    elif problem is None and adapted:
+        problem = _find_kernel_flag(flags, "modules with such adapters do not")
     return problem
 
 

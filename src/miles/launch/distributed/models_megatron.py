@@ -19,6 +19,7 @@ from miles.launch.plan.plan import Plan
 from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.checkpoint.sequence_classifier import SCORE
 from miles.models.checkpoint.value_head import HEAD, value_head_shapes
+from miles.models.lora.targets import LoraSpec
 from miles.models.spec import DecoderSpec
 from miles.train.dp_group import DataParallelGroup
 from miles.train.model_protocols import ScoreModel, TrainModel, ValueModel
@@ -48,6 +49,7 @@ class MegatronModelFactory:
             config=checkpoint.config,
             frozen=lora is not None,
             transformer_engine=lora is None,
+            lora=lora,
         )
         self._dp_group = model.dp_group
         return model if lora is None else build_lora_model(config, checkpoint, model, lora)
@@ -97,6 +99,7 @@ class MegatronModelFactory:
         config: Mapping[str, Any] | None = None,
         frozen: bool,
         transformer_engine: bool = True,
+        lora: LoraSpec | None = None,
         scalar_head: Mapping[str, tuple[int, ...]] | None = None,
         balanced: bool = True,
     ) -> MegatronModel:
@@ -111,6 +114,7 @@ class MegatronModelFactory:
             like=None if config is None else folder,
             frozen=frozen,
             transformer_engine=transformer_engine,
+            lora=lora,
             flags=self._get_flags(),
             scalar_head=scalar_head,
             balanced=balanced,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import prod
 
+from miles.backends.megatron.module_choice import list_adapted_parts
 from miles.backends.megatron.rank_memory import (
     HeldModel,
     MegatronMemoryFlags,
@@ -150,6 +151,8 @@ def estimate_rank_lora_memory(
 ) -> LoraRankMemory:
     """Memory of a model trained with LoRA; every rank has all adapters. The base of unmerged ones is its weights."""
     shards = layout.shard_group_size
+    if megatron is not None:
+        megatron = replace(megatron, adapted=list_adapted_parts(lora))
     is_packed = spec.quantization is not None and spec.quantization.packed
     base = 0
     if is_packed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from miles.backends.megatron.module_choice import AdaptedPart, list_adapted_parts
 from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.models.checkpoint import peft
@@ -42,6 +43,14 @@ def _check_shared_outer(config: LoraConfig, lora: LoraSpec) -> None:
             "--experts-shared-outer-loras has no effect: no routed experts have adapters; add experts to "
             "--target-modules, or remove it."
         )
+
+
+def find_megatron_adapted_parts(config: Config, spec: DecoderSpec) -> frozenset[AdaptedPart]:
+    """The parts of a model whose adapters Megatron's modules cannot have; none if other rules refuse the adapters."""
+    try:
+        return list_adapted_parts(build_lora(config.lora, spec))
+    except UsageError:
+        return frozenset()
 
 
 def packs_base(config: Config) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from miles.algo.config import OFFLINE_LOSSES
-from miles.backends.megatron.module_choice import MIXER_NAMES, choose_modules
 from miles.core.errors import MilesError, UsageError
 from miles.launch.config import Config
 from miles.launch.plan.hardware import choose_device
@@ -16,9 +15,8 @@ from miles.launch.rules.paths import find_checkpoint_problem, read_spec_or_none
 from miles.models import capabilities
 from miles.models.capabilities import check_batch_invariance
 from miles.models.hf_adapter.spec import HfAdapterSpec
-from miles.models.lora.targets import LoraSpec, LoraTarget
+from miles.models.lora.targets import LoraSpec
 from miles.models.resolve import resolve_spec
-from miles.models.spec import DecoderSpec
 
 HUB_TOKEN = "HF_TOKEN"
 
@@ -198,7 +196,7 @@ def check_lora_fits_model(c: Config) -> Iterator[str]:
         yield from error.problems
         return
     assert lora is not None
-    yield from _check_lora_targets(c, lora, spec)
+    yield from _check_lora_targets(c, lora)
     head = next((target for target in lora.targets if target.is_head), None)
     if head is not None and c.train.train_backend != "megatron":
         yield from _check_lora_head(c, lora, head.module, is_tied=spec.tie_embeddings)
@@ -218,27 +216,18 @@ def _check_lora_head(c: Config, lora: LoraSpec, module: str, *, is_tied: bool) -
         yield f"{adapter}, an adapter of the output layer, does not work with {flag}; remove one of them."
 
 
-def _check_megatron_lora(c: Config, lora: LoraSpec, spec: DecoderSpec) -> Iterator[str]:
+def _check_megatron_lora(c: Config, lora: LoraSpec) -> Iterator[str]:
     backend = "--train-backend megatron"
 
-    def is_supported(target: LoraTarget) -> bool:
-        name = target.param_name
-        if target.is_head:
-            return False
-        part = name.split(".")[2]
-        return part in ("attention", "mlp") or (part in MIXER_NAMES and choose_modules(spec).has_param(name))
-
-    unsupported = next((target for target in lora.targets if not is_supported(target)), None)
+    unsupported = next((target for target in lora.targets if target.is_head or target.is_vision), None)
     if unsupported is not None:
+        part = "the output layer" if unsupported.is_head else "a vision tower"
         yield (
-            f"{backend} supports adapters of attention and dense MLPs, recurrent mixers and MLA with an indexer, but "
-            "not of Megatron's own MLA, shared or routed experts or the output layer, which "
-            f"{unsupported.module} is one of; choose others with --target-modules, or use --train-backend fsdp."
+            f"{backend} does not support adapters of {part}, such as {unsupported.module}; leave it out of "
+            "--target-modules, or use --train-backend fsdp."
         )
-    flags = {"--use-dora": lora.use_dora, "--lora-dropout": lora.dropout, "--train-precision": packs_base(c)}
-    flags["--no-lora-merge"] = not c.lora.lora_merge
-    for flag in (flag for flag, is_set in flags.items() if is_set):
-        yield f"{backend} with --lora-rank does not support {flag}; remove it, or use --train-backend fsdp."
+    if packs_base(c):
+        yield f"{backend} with --lora-rank does not support --train-precision; remove it, or use --train-backend fsdp."
     if "--use-distributed-optimizer" in c.megatron.megatron_flags:
         yield (
             "--megatron-use-distributed-optimizer shards the state of trained weights, but adapters are whole on every "
@@ -246,11 +235,10 @@ def _check_megatron_lora(c: Config, lora: LoraSpec, spec: DecoderSpec) -> Iterat
         )
 
 
-def _check_lora_targets(c: Config, lora: LoraSpec, spec: DecoderSpec) -> Iterator[str]:
+def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
     p = c.parallel
     if c.train.train_backend == "megatron":
-        yield from _check_megatron_lora(c, lora, spec)
-        return
+        yield from _check_megatron_lora(c, lora)
     if lora.use_dora:
         yield from _check_dora(c)
     if lora.dropout and is_unmerged(c):

@@ -13,7 +13,7 @@ from miles.config.value_types import format_value
 from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.launch.plan.hardware import choose_device, count_accelerators
-from miles.launch.plan.lora import shares_critic, shares_reference
+from miles.launch.plan.lora import find_megatron_adapted_parts, shares_critic, shares_reference
 from miles.launch.plan.plan import count_samples_per_prompt
 from miles.launch.plan.topology import (
     build_parallel_dims,
@@ -212,7 +212,9 @@ def check_model_fits_parallel_dims(c: Config) -> Iterator[str]:
     is_megatron = c.train.train_backend == "megatron"
     if (problem := dims.find_model_problem(spec, slices_layer_inputs=is_megatron)) is not None:
         yield f"--hf-checkpoint does not fit the parallel sizes: {problem}"
-    elif is_megatron and (problem := check_megatron_support(spec, dims)) is not None:
+        return
+    adapted = find_megatron_adapted_parts(c, spec)
+    if is_megatron and (problem := check_megatron_support(spec, dims, adapted)) is not None:
         yield f"--hf-checkpoint does not work with --train-backend megatron: {problem}"
     elif (
         is_megatron

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -403,9 +403,12 @@ class LoraAdapters:
         for target in lora.targets:
             self.targets_by_param.setdefault(target.param_name, []).append(target)
 
-    def attach_beside(self, model: nn.Module, part_of: PartOf = lambda name: WHOLE) -> None:
-        """Attach the factors to a decoder's projections, beside their weights; ``part_of`` as in ``attach``."""
-        for name, targets in self.targets_by_param.items():
+    def attach_beside(
+        self, model: nn.Module, part_of: PartOf = lambda name: WHOLE, names: Collection[str] | None = None
+    ) -> None:
+        """Attach the factors to projections beside their weights; ``part_of`` and ``names`` are as in ``attach``."""
+        for name in self.targets_by_param if names is None else names:
+            targets = self.targets_by_param[name]
             parts = [] if targets[0].is_head else self._list_parts(targets, part_of(name))
             if not parts:
                 continue
@@ -443,12 +446,15 @@ class LoraAdapters:
                 factors[factor_name(name, factor)] = tensor
         return factors
 
-    def attach(self, model: nn.Module, part_of: PartOf = lambda name: WHOLE) -> None:
+    def attach(
+        self, model: nn.Module, part_of: PartOf = lambda name: WHOLE, names: Collection[str] | None = None
+    ) -> None:
         """Attach the adapters to a decoder's projections, into whose weights they are merged.
 
-        ``part_of`` returns the part of a weight that this decoder has.
+        ``part_of`` returns the part of a weight that this decoder has; ``names`` are the weights, by default all.
         """
-        for name, targets in self.targets_by_param.items():
+        for name in self.targets_by_param if names is None else names:
+            targets = self.targets_by_param[name]
             if targets[0].is_head:  # whose gradients come from those of the logits (``head_factors``)
                 continue
             if targets[0].num_experts:
