@@ -14,7 +14,7 @@ import stage_flags
 from repository import write_start
 from training_runs import run_example
 
-WARMUP_STEPS = 120
+WARMUP_STEPS = 200
 STEPS = 30
 REPOSITORY = f"{Path(__file__).parent.resolve() / 'repository.py'}:Repository"
 

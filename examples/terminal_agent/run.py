@@ -14,7 +14,7 @@ import stage_flags
 from terminal import write_start
 from training_runs import run_example
 
-WARMUP_STEPS = 150
+WARMUP_STEPS = 300
 STEPS = 24
 TERMINAL = f"{Path(__file__).parent.resolve() / 'terminal.py'}:Terminal"
 

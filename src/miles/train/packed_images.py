@@ -61,6 +61,14 @@ class PackedImages:
         positions_3T[:, self.slot_P] = positions_3P
         return positions_3T
 
+    def check_context_parallel(self, spec: DecoderSpec) -> None:
+        """UsageError if images attend in both directions: a rank's tokens attend to earlier tokens only."""
+        if not self.is_empty and spec.vision is not None and spec.vision.bidirectional_spans:
+            raise UsageError(
+                f"--context-parallel-size does not support images of a {spec.family} model, whose tokens attend to "
+                "each other in both directions; set it to 1."
+            )
+
     def build_visible_ends(self, spec: DecoderSpec, padding: int = 0) -> NDArray[np.int64] | None:
         """Return one past the last position that each packed token attends to, [T]; None if attention is causal.
 

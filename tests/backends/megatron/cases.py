@@ -15,6 +15,7 @@ from transformers import (
     DeepseekV3Config,
     LlamaConfig,
     PretrainedConfig,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -59,6 +60,11 @@ STRETCHED = {
     **{"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 16,
 }
+VISION = {
+    **{"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 16},
+    **{"window_size": 16, "fullatt_block_indexes": [1], "patch_size": 4, "spatial_merge_size": 2},
+}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}}
 
 
 def _told(config: PretrainedConfig, name: str) -> dict[str, Any]:
@@ -79,6 +85,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "Qwen2MoeForCausalLM",
     ),
     "deepseek_v3": _told(DeepseekV3Config(**(SIZES | LATENT)), "DeepseekV3ForCausalLM"),
+    "qwen2_5_vl": _told(
+        Qwen2_5_VLConfig(text_config=SIZES | MROPE, vision_config=VISION, image_token_id=30, video_token_id=29),
+        "Qwen2_5_VLForConditionalGeneration",
+    ),
     **mixer_cases.KINDS,
 }
 ROUTED = {"qwen3_moe": (4, 4, 2), "qwen2_moe": (2, 4, 2), "deepseek_v3": (2, 8, 4), **mixer_cases.ROUTED}
@@ -113,17 +123,17 @@ def samples(kind: str, count: int = 6) -> tuple[Sample, ...]:
 # -- one step -------------------------------------------------------------------------------
 
 
-def trainer_of(model: Any, algo: dict[str, Any], dp_group: Any, reference: Any = None) -> PolicyTrainer:
+def trainer_of(model: Any, algo: dict[str, Any], dp_group: Any, reference: Any = None, **train: Any) -> PolicyTrainer:
     # What decays or is clipped wrongly is seen.
-    how = {"max_tokens_per_gpu": 16, "adam_eps": EPS, "lr": 1e-2, "weight_decay": 0.5, "clip_grad": 0.1}
+    how = {"max_tokens_per_gpu": 16, "adam_eps": EPS, "lr": 1e-2, "weight_decay": 0.5, "clip_grad": 0.1} | train
     return worker(model, algo=algo, train=how, temperature=0.9, dp_group=dp_group, reference=reference)
 
 
 def stepped(
-    model: Any, batch: tuple[Sample, ...], dp_group: Any, algo: dict[str, Any], reference: Any = None
+    model: Any, batch: tuple[Sample, ...], dp_group: Any, algo: dict[str, Any], reference: Any = None, **train: Any
 ) -> dict[str, Any]:
     """A GRPO step: its metrics, every whole gradient as the optimizer was given it, and the weights it left."""
-    trainer = trainer_of(model, algo, dp_group, reference)
+    trainer = trainer_of(model, algo, dp_group, reference, **train)
     grads = watch(model, trainer)
     report = asyncio.run(trainer.step(Batch(step=0, samples=batch, num_groups=1)))
     after = {name: model.gather(name, p.detach()).clone() for name, p in model.parameters().items()}
@@ -157,6 +167,11 @@ def alone(folder: Path, batch: tuple[Sample, ...], algo: dict[str, Any]) -> dict
 def lora_of(spec: DecoderSpec, wanted: str | None = None, **form: Any) -> LoraSpec:
     """Adapters of the ``wanted`` modules, of a form such as DoRA."""
     return LoraSpec(rank=3, alpha=6.0, targets=select_targets(spec, wanted, None), **form)
+
+
+def read_lora(folder: Path, wanted: str | None = None, **form: Any) -> LoraSpec:
+    """The same for the model in a folder."""
+    return lora_of(spec_from_config(read_config(folder)), wanted, **form)
 
 
 def adapted(base: Any, folder: Path, lora: LoraSpec) -> LoraModel:

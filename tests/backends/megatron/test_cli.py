@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.launch.small_run import ROOT, flags, write_inputs
+from tests.launch.test_image_runs import write_rows
 from tests.launch.test_preference_runs import write_pairs
 from tests.models.draft.mtp_checkpoints import make_reference, save_reference
+from tests.models.small_vision import write_vision_checkpoint
 
 pytestmark = [
     pytest.mark.megatron,
@@ -183,3 +185,43 @@ def test_mtp_layers_of_a_run_on_megatron_are_those_of_the_run_on_fsdp(tmp_path: 
     assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
     name = "model.mtp_layers.0.input_proj.weight"
     assert not torch.allclose(two[name], own[name], atol=2e-3)
+
+
+def train_on_images(folder: Path, run: Path, *more: str) -> list[dict[str, float]]:
+    """What the steps of a short run on images report."""
+    run_miles(
+        *("train", "--hf-checkpoint", str(folder / "model"), "--prompt-data", str(folder / "data.jsonl")),
+        *("--multimodal-keys", '{"image": "images"}', "--label-key", "label", "--apply-chat-template"),
+        *("--rm-type", "f1", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--num-rollout", "2"),
+        *("--num-steps-per-rollout", "1", "--rollout-max-response-len", "6", "--lr", "1e-3", "--save", str(run)),
+        *("--entropy-coef", "0.1", "--device", "cpu", "--num-threads", "1", "--view", "plain"),
+        *more,
+    )
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row["kind"] == "train"]
+
+
+VISION_LAYOUTS = {
+    "qwen2_5_vl": ("--tensor-model-parallel-size", "2", "--rollout-num-gpus-per-engine", "2"),
+    "qwen3_vl": ("--context-parallel-size", "2"),
+}
+
+
+@pytest.mark.parametrize("kind", VISION_LAYOUTS)
+def test_a_run_on_images_on_megatron_is_the_run_on_fsdp_and_exact(tmp_path: Path, kind: str):
+    write_vision_checkpoint(tmp_path / "model", kind)
+    write_rows(tmp_path)
+    exact = ("--parity", "exact", "--rollout-backend", "served")
+    megatron = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "2", *VISION_LAYOUTS[kind])
+    runs = [
+        train_on_images(tmp_path, tmp_path / name, *exact, *more)
+        for name, more in (("fsdp", ()), ("megatron", megatron))
+    ]
+    assert [[row["parity_max_abs"] for row in rows] for rows in runs] == [[0.0, 0.0]] * 2
+    assert all(row["grad_norm"] > 0 for row in runs[1])
+    last = "checkpoints/step-000002"
+    one, two = (_weights(tmp_path / name / last) for name in ("fsdp", "megatron"))
+    assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
+    before = _weights(tmp_path / "model")
+    name = next(name for name in one if "visual.blocks.0" in name and name.endswith("weight"))
+    assert not torch.equal(before[name], two[name])

@@ -87,9 +87,10 @@ def compare_step(tmp_path: Path, case: Case) -> None:
 def test_a_step_of_adapters_is_that_of_one_process(tmp_path: Path, case: Case):
     write_family(folder := tmp_path / "model", case.kind)
     batch, modules = family_samples(case.kind), "attn"
-    wanted = cases.alone_adapted(folder, batch, {}, modules)
+    lora = cases.read_lora(folder, modules)
+    wanted = cases.alone_adapted(folder, batch, {}, lora)
     where = layout(case.sizes)
-    for found in ranks(where.world, cases.shared_adapted, folder, where, case.flags, batch, {}, modules, None):
+    for found in ranks(where.world, cases.shared_adapted, folder, where, case.flags, batch, {}, lora, None):
         assert not cases.unlike(found["metrics"], wanted["metrics"])
         assert any("o_proj.lora_" in name for name in found["grads"])
         assert not cases.apart(found["grads"], wanted["grads"], 1e-4)

@@ -175,8 +175,9 @@ def test_a_step_of_adapters_is_the_step_of_one_process(
     tmp_path: Path, kind: str, sizes: dict[str, Any], modules: str | None
 ):
     folder, batch, algo = cases.written(tmp_path / "model", kind), cases.samples(kind), algo_of(kind)
-    wanted = cases.alone_adapted(folder, batch, algo, modules)
-    for found in ranks(2, cases.shared_adapted, folder, layout(sizes), (), batch, algo, modules, None):
+    lora = cases.read_lora(folder, modules)
+    wanted = cases.alone_adapted(folder, batch, algo, lora)
+    for found in ranks(2, cases.shared_adapted, folder, layout(sizes), (), batch, algo, lora, None):
         assert found["metrics"]["grad_norm"] == pytest.approx(wanted["metrics"]["grad_norm"], rel=1e-4)
         assert not cases.apart(found["grads"], wanted["grads"], 1e-4)
         assert not cases.apart(found["after"], wanted["after"], 1e-4)

@@ -84,9 +84,10 @@ def test_log_probs_are_those_of_transformers(tmp_path: Path, kind: str, sizes: d
 def test_a_step_of_adapters_is_that_of_one_process(tmp_path: Path, case: Case):
     write_family(folder := tmp_path / "model", case.kind)
     batch, modules = family_samples(case.kind), "attn,mlp"
-    wanted = cases.alone_adapted(folder, batch, {}, modules)
+    lora = cases.read_lora(folder, modules)
+    wanted = cases.alone_adapted(folder, batch, {}, lora)
     where = layout(case.sizes)
-    for found in ranks(where.world, cases.shared_adapted, folder, where, case.flags, batch, {}, modules, None):
+    for found in ranks(where.world, cases.shared_adapted, folder, where, case.flags, batch, {}, lora, None):
         assert not cases.unlike(found["metrics"], wanted["metrics"])
         assert not cases.apart(found["grads"], wanted["grads"], 1e-4)
         assert not cases.apart(found["after"], wanted["after"], 1e-4)

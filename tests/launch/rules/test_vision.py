@@ -52,8 +52,8 @@ def test_an_option_of_the_vision_tower_needs_one(flags: str) -> None:
         ("--lora-rank 4 --freeze-vision-tower", "--freeze-vision-tower has no effect with LoRA"),
         ("--max-patches-per-gpu 9 --micro-batch-size 1", "--max-patches-per-gpu has no effect with --micro-batch-size"),
         (
-            "--train-backend megatron --actor-num-gpus-per-node 2",
-            "the megatron backend cannot train qwen2_5_vl: it has a vision tower; use --train-backend fsdp.",
+            "--train-backend megatron --vision-lr 1e-6 --megatron-use-distributed-optimizer",
+            "--vision-lr does not work with --megatron-use-distributed-optimizer",
         ),
     ],
 )

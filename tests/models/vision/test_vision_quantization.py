@@ -6,8 +6,6 @@ import torch
 from tests.models.oracle import relative
 from tests.models.vision.small_vision import hf_vision_logits, our_vision_logits, prompts_of, vision_model
 
-from miles.backends.megatron.supported_models import check_megatron_support
-from miles.cluster.parallel_dims import ParallelDims
 from miles.launch.main import main
 from miles.models.checkpoint import hf
 
@@ -29,10 +27,3 @@ def test_a_converted_model_keeps_its_tower_and_is_read_back(tmp_path):
         ), name
     with torch.no_grad():
         assert relative(our_vision_logits(narrow, prompts), hf_vision_logits(model, prompts)) <= 0.3
-
-
-def test_megatron_refuses_a_model_with_a_vision_tower(tmp_path):
-    model = vision_model("qwen3_vl")
-    model.save_pretrained(tmp_path)
-    problem = check_megatron_support(hf.load(tmp_path, device="cpu").spec, ParallelDims())
-    assert problem is not None and "it has a vision tower; use --train-backend fsdp" in problem

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from miles.backends.fsdp.context_parallel import PackedRows, RankBatch, shard_batch
 from miles.backends.fsdp.device_mesh import FsdpMesh
-from miles.core.errors import MilesError, UsageError
+from miles.core.errors import MilesError
 from miles.kernels.attention.indexer_replay import IndexerSelections
 from miles.models.spec import DecoderSpec
 from miles.models.vision.inputs import VisionInputs
@@ -47,7 +47,8 @@ def build_rank_batch(rows: PackedRows, mesh: FsdpMesh, spec: DecoderSpec) -> Ran
     vision = None if rows.images is None else rows.images.build_vision_inputs(spec, mesh.device)
     selections = build_selections(spec, rows.indexer_TLk, tp_size=mesh.tp_group.world)
     if mesh.cp_group.world > 1:
-        _check_context_parallel(rows.images, spec)
+        if rows.images is not None:
+            rows.images.check_context_parallel(spec)
         batch = shard_batch(
             rows,
             mesh.cp_group,
@@ -99,15 +100,6 @@ def _build_batch(
         vision=vision,
         selections=selections,
     )
-
-
-def _check_context_parallel(images: PackedImages | None, spec: DecoderSpec) -> None:
-    """UsageError if images attend in both directions: a rank's tokens attend to earlier tokens only."""
-    if images is not None and not images.is_empty and spec.vision is not None and spec.vision.bidirectional_spans:
-        raise UsageError(
-            f"--context-parallel-size does not support images of a {spec.family} model, whose tokens attend to each "
-            "other in both directions; set it to 1."
-        )
 
 
 def _pad(rows: PackedRows, missing: int) -> PackedText:

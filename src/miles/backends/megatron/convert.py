@@ -49,7 +49,7 @@ _EXPERT_KEY = {
 # Modules that have an entry besides their tensors, empty without FP8, which Megatron expects in a checkpoint.
 _EXTRA_STATE = re.compile(r"(.*linear_[a-z0-9_]+)\.weight")
 _CORE_ATTENTION = "self_attention.core_attention"
-_MODEL_KEYS = ("decoder.", "embedding.", "output_layer.")
+_MODEL_KEYS = ("decoder.", "embedding.", "output_layer.", "vision.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,8 +68,6 @@ def run_forward_backward(
     """
     if not plan:
         return []
-    if any(rows.images is not None for rows in plan):
-        raise UsageError("--train-backend megatron does not train on images; use --train-backend fsdp.")
     _check_replay(tf_config, plan)
     with_grad = trained and torch.is_grad_enabled()
     per_token = _token_weight(plan, state, tf_config) if with_grad and tf_config.balance.has_loss else 0.0

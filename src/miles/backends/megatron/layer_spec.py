@@ -49,6 +49,7 @@ from miles.backends.megatron.residual_streams import (
 )
 from miles.backends.megatron.router import BalancedRouter
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
+from miles.backends.megatron.vision_stage import add_deepstack, build_vision_tower, check_first_stage, place_images
 from miles.core.errors import UsageError
 from miles.kernels.attention.params import AttentionInputs, AttentionParams
 from miles.kernels.fused.rms_norm import rms_norm
@@ -56,6 +57,7 @@ from miles.kernels.numerics import FAST
 from miles.models.decoder import scale_embedding
 from miles.models.layers.rope import Positions, apply_rotary
 from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec
+from miles.models.vision.tower import VisionTower
 from miles.precision.kv_cache import round_kv
 
 
@@ -93,7 +95,13 @@ class PackedCoreAttention(MegatronModule):
         scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
         self.params = AttentionParams(scale=scale)
         if isinstance(mixer, AttentionSpec):
-            self.params = AttentionParams(scale=scale, window=mixer.window, chunk=mixer.chunk, softcap=mixer.softcap)
+            self.params = AttentionParams(
+                scale=scale,
+                window=mixer.window,
+                chunk=mixer.chunk,
+                softcap=mixer.softcap,
+                ignores_spans=mixer.ignores_spans,
+            )
 
     def forward(
         self,
@@ -175,6 +183,7 @@ class ReplayTransformerLayer(TransformerLayer):
             hidden_states = hidden_states + self.per_layer(x_sD, select_input(context, spec, index)).unsqueeze(1)
         if self.output_scale is not None:
             hidden_states = hidden_states * self.output_scale
+        hidden_states = add_deepstack(hidden_states, packed_seq_params, self.layer_number - 1)
         return hidden_states, context
 
 
@@ -185,6 +194,9 @@ class GPTBackbone(GPTModel):
         super().__init__(config=config, **kwargs)
         if self.pre_process and config.decoder_spec.embedding_scale != 1.0:
             self.embedding.register_forward_hook(lambda *call: scale_embedding(call[-1], config.decoder_spec))
+        self.vision: VisionTower | None = None
+        if self.pre_process and config.decoder_spec.vision is not None:
+            self.vision = build_vision_tower(config)
         self.residual: ResidualState | None = None
         decoder: Any = self.decoder
         if has_wide_state(config.decoder_spec):
@@ -204,8 +216,10 @@ class GPTBackbone(GPTModel):
         if residual is None:
             return super().forward(input_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
         if self.pre_process:
-            x_s1D = self.embedding(input_ids=input_ids, position_ids=None)
-            x_sSD, inputs_s1X = residual.begin(packed_seq_params.tokens_s, x_s1D)
+            x_s1D = self._place_images(self.embedding(input_ids=input_ids, position_ids=None), packed_seq_params)
+            vision = packed_seq_params.vision
+            placeholder_I = None if vision is None else vision.token_I
+            x_sSD, inputs_s1X = residual.begin(packed_seq_params.tokens_s, x_s1D, placeholder_I)
         else:
             received: Any = self.decoder.input_tensor
             x_sSD, inputs_s1X = residual.receive(received)
@@ -213,6 +227,19 @@ class GPTBackbone(GPTModel):
         kwargs |= {"decoder_input": x_sSD, "extra_block_kwargs": {"context": inputs_s1X}}
         out = super().forward(input_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
         return out if self.post_process else residual.send(out, inputs_s1X)
+
+    def _preprocess(
+        self, *args: Any, packed_seq_params: PackedParams, decoder_input: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        how: Any = {"packed_seq_params": packed_seq_params, "decoder_input": decoder_input, **kwargs}
+        x_s1D, *others = super()._preprocess(*args, **how)
+        return x_s1D if decoder_input is not None else self._place_images(x_s1D, packed_seq_params), *others
+
+    def _place_images(self, x_s1D: Tensor, packed: PackedParams) -> Tensor:
+        if self.vision is None:
+            return x_s1D
+        assert isinstance(self.config, DecoderTransformerConfig)
+        return place_images(self.vision, x_s1D, packed, self.config)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
@@ -263,6 +290,7 @@ def _block_spec(config: DecoderTransformerConfig, stage: int | None, rank: int) 
     for pp_rank in range(config.pipeline_model_parallel_size):  # every rank raises the same error
         for vp_stage in stages:
             _check_selections(config.decoder_spec, _stage_layers(config, None if stage is None else vp_stage, pp_rank))
+    check_first_stage(config.decoder_spec, len(_stage_layers(config, None if stage is None else 0, 0)))
     specs = [_layer_module_spec(config, i) for i in _stage_layers(config, stage, rank)]
     norm: Any = MegatronRMSNorm if config.decoder_spec.has_final_norm else IdentityOp
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)

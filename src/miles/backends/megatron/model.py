@@ -45,7 +45,7 @@ from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
 from miles.models.lora.adapters import LoraAdapters, ParamPart
 from miles.models.lora.targets import LoraSpec
-from miles.models.optim_groups import MuonMatrices, find_muon_matrices
+from miles.models.optim_groups import TRAINED_VISION, FrozenVision, MuonMatrices, find_muon_matrices
 from miles.models.spec import DecoderSpec
 from miles.train.config import TrainConfig
 from miles.train.dp_group import DataParallelGroup
@@ -71,6 +71,7 @@ def load_megatron_model(
     balanced: bool = True,
     numerics: Numerics = FAST,
     lora: LoraSpec | None = None,
+    frozen_vision: FrozenVision = TRAINED_VISION,
 ) -> MegatronModel:
     """Load the model of the Hugging Face ``folder`` over the ranks of torch's default group; every rank calls it.
 
@@ -80,7 +81,7 @@ def load_megatron_model(
     shapes of a ``scalar_head`` the model has this head too, with zeros. Flags of the load balancing of routers are
     ignored unless ``balanced``: they are about the policy, and another model may have no routers. With batch-invariant
     ``numerics`` its layers are those of ``batch_invariant_layers``. Parts to which Megatron's modules cannot attach the
-    adapters of ``lora`` are the decoder's modules.
+    adapters of ``lora`` are the decoder's modules. ``frozen_vision`` parts are not trained.
     """
     fields = parse_flags(flags)
     if not balanced:
@@ -112,6 +113,7 @@ def load_megatron_model(
         config=config,
         like=Path(folder) if like is None else like,
         scalar_head=scalar_head or {},
+        frozen_vision=frozen_vision,
     )
     model.load(Path(folder))
     return model
@@ -135,13 +137,14 @@ class MegatronModel:
         config: Mapping[str, Any] | None = None,
         like: Path | None = None,
         scalar_head: Mapping[str, tuple[int, ...]] | None = None,
+        frozen_vision: FrozenVision = TRAINED_VISION,
     ) -> None:
         self.tf_config = tf_config
         self.state = state
         self.spec = tf_config.decoder_spec
         self._config, self._like = config, like
         self._stopwatch, self._tokens = Stopwatch(tf_config.param_device), 0
-        self._has_adapters = self._has_features = False
+        self._has_adapters = self._has_features = self._has_images = False
         self._expert_load_LE: Tensor | None = None
         self._chunks = _build_chunks(tf_config, state)
         self.scalar_head = dict(scalar_head or {})
@@ -167,6 +170,7 @@ class MegatronModel:
             trained=not frozen,
             buffers=use_buffers,
             scalar_head=self.scalar_head,
+            frozen_vision=frozen_vision,
         )
         self._buffers = (
             ParamGradBuffers(self._chunks, tf_config, self._registry, self.mappings) if use_buffers else None
@@ -196,6 +200,8 @@ class MegatronModel:
 
     def forward_backward(self, plan: Sequence[MegatronRows], judge: LossCallback) -> list[KeptTensors]:
         self._tokens += sum(len(rows.tokens_T) for rows in plan)
+        # Every rank knows whether a global batch has images, also one whose samples have none.
+        self._has_images |= torch.is_grad_enabled() and any(rows.images is not None for rows in plan)
         return run_forward_backward(
             self._chunks,
             self.tf_config,
@@ -288,7 +294,8 @@ class MegatronModel:
         if self.spec.tie_embeddings and state.pp_group.world > 1 and state.embedding_group is not None and TIED in own:
             state.embedding_group.all_reduce_bucketed([own[TIED]])
         if self._buffers is None:
-            self._registry.set_grads(own)
+            self._registry.set_grads(own, images=self._has_images)
+        self._has_images = False
 
     def optimizer(self, train: TrainConfig, schedule: LRSchedule, *, lr_flag: str) -> OptimizerProtocol | None:
         """Build Megatron's distributed optimizer if it was selected, once per model; None otherwise."""

@@ -26,7 +26,6 @@ from torch import Tensor
 from miles.backends.megatron.parallel_state import MegatronGroup, ParallelState
 from miles.backends.megatron.router import RouterBalance, RouterLoss
 from miles.core.errors import MilesError, UsageError
-from miles.kernels.attention.bidirectional_spans import BidirectionalSpansBackend
 from miles.kernels.attention.compressed import CompressorInputs
 from miles.kernels.attention.indexer_replay import IndexerSelections
 from miles.kernels.attention.params import AttentionInputs, BlockIndexerInputs, IndexerInputs
@@ -37,9 +36,10 @@ from miles.kernels.numerics import FAST, Numerics
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.rope import Positions
 from miles.models.spec import DecoderSpec
+from miles.models.vision.inputs import VisionInputs
 from miles.train.batch_tensors import RoutedExpertsCache
 from miles.train.indexer_replay import build_selections
-from miles.train.packed_images import PackedImages
+from miles.train.packed_images import PackedImages, prepare_positions, select_range
 from miles.train.prefix_sharing import TreeNode, build_attention, check_supported
 
 # -- routing --------------------------------------------------------------------------------
@@ -336,6 +336,9 @@ class PackedParams(PackedSeqParams):
     selections: IndexerSelections | None = field(default=None, kw_only=True)
     router_loss: RouterLoss | None = field(default=None, kw_only=True)
     tokens_s: Tensor = field(kw_only=True)
+    vision: VisionInputs | None = field(default=None, kw_only=True)
+    deepstack: tuple[Tensor, ...] = field(default=(), kw_only=True)
+    """Features of ``vision`` that the first layers add, of the forward that runs."""
 
 
 class MegatronRows(Protocol):
@@ -412,9 +415,12 @@ def build_megatron_batch(
     multiple = state.tp_group.world if sequence else 1
     selections = build_selections(spec, rows.indexer_TLk, tp_size=state.tp_group.world)
     if state.cp_group.world == 1:
-        local = _pad(rows, multiple, numerics, selections)
+        local = _pad(rows, multiple, numerics, selections, spec)
     else:
-        local = _shard(rows.unshare(), state.cp_group, multiple, numerics, selections)
+        rows = rows.unshare()
+        if rows.images is not None:
+            rows.images.check_context_parallel(spec)
+        local = _shard(rows, state.cp_group, multiple, numerics, selections, spec)
     replay, router_loss = None, None
     if spec.moe is not None and balance is not None and balance.has_loss:
         router_loss = _build_router_loss(rows, local, state, balance, per_token, sequence=sequence)
@@ -430,6 +436,7 @@ def build_megatron_batch(
         router_loss=router_loss,
         selections=selections,
         tokens_s=local.tokens_t.chunk(multiple)[state.tp_group.rank if sequence else 0],
+        vision=_build_vision(rows, local, spec, state, multiple),
     )
     return MegatronBatch(
         tokens_1t=local.tokens_t[None],
@@ -439,6 +446,20 @@ def build_megatron_batch(
         source_t=local.source_t,
         num_tokens=len(rows.tokens_T) if local.source_t is None else sum(rows.lengths),
     )
+
+
+def _build_vision(
+    rows: MegatronRows, local: _LocalSlots, spec: DecoderSpec, state: ParallelState, multiple: int
+) -> VisionInputs | None:
+    """Return the images of the first stage: those of which this rank's residual stream has tokens."""
+    if rows.images is None or rows.images.is_empty or state.pp_group.rank:
+        return None
+    count = len(local.tokens_t) // multiple
+    vision = rows.images.build_vision_inputs(spec, rows.tokens_T.device)
+    if local.slot_T is None and multiple == 1:
+        return vision
+    place_T = torch.arange(len(rows.tokens_T), device=rows.tokens_T.device) if local.slot_T is None else local.slot_T
+    return select_range(vision, place_T, state.tp_group.rank * count if multiple > 1 else 0, count)
 
 
 def _build_router_loss(
@@ -475,6 +496,8 @@ def _build_router_loss(
 class _LocalSlots:
     """This rank's slots, which of them hold a token of the rows and of which sequence, and the slots that predict.
 
+    ``slot_T`` is the slot of each row, -1 if another context-parallel rank has it; None if all rows are here, in order.
+
     Padding, and tokens that sequences share, are of sequence 0.
     """
 
@@ -487,6 +510,7 @@ class _LocalSlots:
     at_r: Tensor
     tokens: ContextTokens | None = None
     source_t: Tensor | None = None
+    slot_T: Tensor | None = None
 
 
 def _sequence_of_tokens(rows: MegatronRows) -> Tensor:
@@ -495,7 +519,9 @@ def _sequence_of_tokens(rows: MegatronRows) -> Tensor:
     return torch.from_numpy(np.repeat(np.arange(len(rows.lengths)), rows.lengths)).to(rows.tokens_T.device)
 
 
-def _pad(rows: MegatronRows, multiple: int, numerics: Numerics, selections: IndexerSelections | None) -> _LocalSlots:
+def _pad(
+    rows: MegatronRows, multiple: int, numerics: Numerics, selections: IndexerSelections | None, spec: DecoderSpec
+) -> _LocalSlots:
     """All of the rows, followed by a padding sequence."""
     missing = -len(rows.tokens_T) % multiple
     _select_rows(selections, rows.indexer_TLk, [*range(len(rows.tokens_T)), *[-1] * missing])
@@ -505,13 +531,21 @@ def _pad(rows: MegatronRows, multiple: int, numerics: Numerics, selections: Inde
         if replay_tLk is not None:
             replay_tLk = torch.cat((replay_tLk, replay_tLk.new_full((missing, *replay_tLk.shape[1:]), -1)))
     none_m = rows.tokens_T.new_zeros(missing)
-    attn_backend = build_attention(lengths, tree_nodes, rows.tokens_T.device, numerics=numerics, selections=selections)
-    assert not isinstance(attn_backend, BidirectionalSpansBackend), "attention is causal"
+    ends_T = None if rows.images is None else rows.images.build_visible_ends(spec, padding=missing)
+    # No model has both compressed attention and bidirectional spans.
+    attn_backend: Any = build_attention(
+        lengths,
+        tree_nodes,
+        rows.tokens_T.device,
+        numerics=numerics,
+        visible_ends_T=ends_T,
+        selections=selections,
+    )
     return _LocalSlots(
         tokens_t=torch.cat((rows.tokens_T, none_m)),
         real_t=torch.cat((torch.ones_like(rows.tokens_T), none_m)).bool(),
         sequence_t=torch.cat((_sequence_of_tokens(rows), none_m)),
-        positions_t=torch.cat((rows.positions_T, none_m)),
+        positions_t=prepare_positions(rows.images, spec, torch.cat((rows.positions_T, none_m)), padding=missing),
         replay_tLk=replay_tLk,
         attn_backend=attn_backend,
         at_r=rows.before_R,
@@ -533,6 +567,7 @@ def _shard(
     multiple: int,
     numerics: Numerics,
     selections: IndexerSelections | None,
+    spec: DecoderSpec,
 ) -> _LocalSlots:
     """This context-parallel rank's chunks of every sequence."""
     device = rows.tokens_T.device
@@ -546,20 +581,26 @@ def _shard(
     slot_T = np.full(sum(rows.lengths), -1, np.int64)
     filled = np.flatnonzero(slots.source_t >= 0)
     slot_T[slots.source_t[filled]] = filled
-    at_R = torch.from_numpy(slot_T).to(device).index_select(0, rows.before_R)
+    slot_T = torch.from_numpy(slot_T).to(device)
+    at_R = slot_T.index_select(0, rows.before_R)
     mine_r = (at_R >= 0).nonzero()[:, 0]
     segments = build_segments(slots, rank=group.rank, context=group.world)
     backend_class = BatchInvariantTreeBackend if numerics.batch_invariant else TreeAttentionBackend
     inner = backend_class(segments, device, keys=group.world * len(source_t), selections=selections)
     shard = build_context_slots(slots, group, device)
+    positions_t = torch.from_numpy(slots.place_t).to(device)
+    positions_T = prepare_positions(rows.images, spec, rows.positions_T)
+    if positions_T.dim() == 2:
+        positions_t = torch.where(real_t, positions_T.index_select(1, taken_t), 0)
     return _LocalSlots(
         real_t=real_t,
         sequence_t=torch.where(real_t, _sequence_of_tokens(rows).index_select(0, taken_t), 0),
         tokens_t=torch.where(real_t, rows.tokens_T.index_select(0, taken_t), 0),
-        positions_t=torch.from_numpy(slots.place_t).to(device),
+        positions_t=positions_t,
         replay_tLk=replay_tLk,
         attn_backend=GatheredKVAttention(inner, group, slots.lengths, shard),
         at_r=at_R.index_select(0, mine_r),
         tokens=ContextTokens(mine_r, len(at_R), group),
         source_t=source_t,
+        slot_T=slot_T,
     )

@@ -29,7 +29,7 @@ from miles.backends.megatron.param_mapping import (
 )
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
 from miles.models.layers.ngram_embedding import NGRAM_CONSTANTS
-from miles.models.optim_groups import is_untrained_param
+from miles.models.optim_groups import TRAINED_VISION, FrozenVision, is_untrained_param, is_vision_param
 
 _WIDE = (torch.float32, torch.float64)
 # Follows the load of experts, not a gradient; always float32.
@@ -40,7 +40,7 @@ _INTEGERS = (".moe.expert_table", *(f".ngram.{name}" for name in NGRAM_CONSTANTS
 
 
 class ParamRegistry:
-    """The parameters of one rank's ``chunks``; if ``trained`` they are at least float32.
+    """The parameters of one rank's ``chunks``; if ``trained`` they are at least float32, but ``frozen_vision`` parts.
 
     Those of ``scalar_head`` are trained in float32 also if the others are not; the decoder's own head is then frozen.
     """
@@ -55,8 +55,10 @@ class ParamRegistry:
         trained: bool,
         buffers: bool,
         scalar_head: Collection[str] = (),
+        frozen_vision: FrozenVision = TRAINED_VISION,
     ) -> None:
         self.trained = trained
+        self._frozen_vision = frozen_vision.select(mappings)
         self._scalar_head = frozenset(scalar_head)
         self._frozen = _ROUTER if tf_config.balance.frozen else ()
         self._state = state
@@ -102,10 +104,15 @@ class ParamRegistry:
             out[name] = self._zeros(name) if grad is None else grad
         return out
 
-    def set_grads(self, grads: Mapping[str, Tensor]) -> None:
-        """Set the gradient of every parameter; those of other stages get an empty one."""
+    def set_grads(self, grads: Mapping[str, Tensor], *, images: bool = True) -> None:
+        """Set the gradient of every parameter; those of other stages get an empty one.
+
+        Those of the vision tower get none after a batch without ``images``.
+        """
         for name, parameter in self.parameters.items():
-            if parameter.requires_grad:
+            if not images and is_vision_param(name):
+                parameter.grad = None
+            elif parameter.requires_grad:
                 parameter.grad = grads[name] if name in grads else torch.zeros_like(parameter)
         self._grad_sums = dict.fromkeys(self._grad_sums)
 
@@ -186,6 +193,8 @@ class ParamRegistry:
     def _is_trained(self, name: str) -> bool:
         if self._scalar_head and (name in self._scalar_head or name == LM_HEAD):
             return name != LM_HEAD
+        if name in self._frozen_vision:
+            return False
         is_fixed = name.endswith((*self._frozen, *_INTEGERS)) or is_untrained_param(name)
         return self.trained and not is_fixed
 

@@ -22,6 +22,7 @@ from miles.models.accounting.params import (
     list_rank_params,
     optimizer_state_bytes,
 )
+from miles.models.optim_groups import TRAINED_VISION, FrozenVision, is_vision_param
 from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MoeSpec
 
 # Order of the parameters of Megatron's modules; names behind ``layers.N.``, of a prefix all by the order below it.
@@ -139,7 +140,7 @@ class HeldModel:
     """How a model is held: its dtype, and whether it is trained.
 
     ``scalar_head`` is the number of values of each parameter of a float32 head on the last stage, with which the
-    decoder's own head, unless it is the embedding, is not trained.
+    decoder's own head, unless it is the embedding, is not trained; nor are ``frozen_vision`` parts.
     """
 
     dtype: str
@@ -147,6 +148,7 @@ class HeldModel:
     moments: str = "float32"
     optimizer: str = "adam"
     scalar_head: tuple[int, ...] = ()
+    frozen_vision: FrozenVision = TRAINED_VISION
 
 
 def compute_rank_bytes(
@@ -187,6 +189,7 @@ def _list_stage_bytes(
 
 def _freeze(param: RankParam, flags: MegatronMemoryFlags, held: HeldModel) -> RankParam:
     frozen = not held.trained or (flags.frozen_router and param.name.endswith(_ROUTER))
+    frozen = frozen or bool(held.frozen_vision.select([param.name]))
     return replace(param, trained=False) if frozen or (held.scalar_head and param.name == _HEAD) else param
 
 
@@ -222,6 +225,8 @@ def list_stage_params(
             found += [_NORM] if spec.has_final_norm else []
             found += [] if spec.tie_embeddings and first else [head]
             found += [name for name in params if name.startswith(_BEHIND_LAYERS)]
+        if first:
+            found += [name for name in params if is_vision_param(name)]
         out.append([params[name] for name in found])
     return out
 
@@ -262,7 +267,9 @@ def _shard_megatron(param: RankParam, spec: DecoderSpec, layout: ParallelDims, f
         count //= layout.expert
     elif choose_modules(spec, flags.adapted).has_param(param.name):
         pass  # sharded as in the decoder
-    elif ".attention.qkv." in param.name:  # even rows, also with more ranks than key-value heads
+    elif ".attention.qkv." in param.name and not is_vision_param(
+        param.name
+    ):  # even rows, also with more ranks than key-value heads
         mixer = spec.layers[int(param.name.split(".")[1])].mixer
         assert isinstance(mixer, AttentionSpec)
         rows = (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim

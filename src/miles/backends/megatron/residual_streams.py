@@ -77,12 +77,17 @@ class ResidualState(nn.Module):
         elif last and spec.hyper is not None and spec.hyper.learned_join:
             self.hyper_head = HyperHead(spec.hyper, spec, **factory)
 
-    def begin(self, tokens_s: Tensor, x_s1D: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the streams of the first layer and the inputs of all layers, from tokens and their embeddings."""
+    def begin(
+        self, tokens_s: Tensor, x_s1D: Tensor, placeholder_I: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the streams of the first layer and the inputs of all layers, from tokens and their embeddings.
+
+        Tokens ``placeholder_I`` have features of images for an embedding.
+        """
         x_sD = x_s1D.squeeze(1)
         inputs_s1X = None
         if self.per_layer is not None:
-            inputs_s1X = self.per_layer(tokens_s, x_sD, None).flatten(1).unsqueeze(1)
+            inputs_s1X = self.per_layer(tokens_s, x_sD, placeholder_I).flatten(1).unsqueeze(1)
         return (x_s1D.expand(-1, self._streams, -1) if self.altup is None else self.altup.split(x_sD)), inputs_s1X
 
     def receive(self, packed_s1X: Tensor) -> tuple[Tensor, Tensor | None]:

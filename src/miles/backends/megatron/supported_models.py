@@ -26,8 +26,6 @@ def check_megatron_support(
     problem = layout.find_model_problem(spec, slices_layer_inputs=True)
     if problem is not None:
         return problem
-    if spec.vision is not None:
-        return f"the megatron backend cannot train {spec.family}: it has a vision tower; use --train-backend fsdp."
     problems = ((i, _unsupported_part(layer)) for i, layer in enumerate(spec.layers))
     found = next((f"layer {i} has {problem}" for i, problem in problems if problem is not None), None)
     if found is None:

@@ -105,6 +105,10 @@ class BidirectionalSpansBackend:
     def recurrent_state(self, layer: int) -> FreshRecurrentState:
         return self._causal.recurrent_state(layer)
 
+    def drop_selection(self, layer: int) -> None:
+        """Free what a layer's indexer selected."""
+        self._causal.drop_selection(layer)
+
     def _get_view(self, window: int | None) -> _SpanView:
         if window not in self._views:
             segments = [s if window is None else trim_to_window(s, window) for s in self._spans]

@@ -23,6 +23,8 @@ from miles.launch.recipes.standalone import format_standalone
 from miles.launch.rules.paths import find_checkpoint_problem
 from miles.models.accounting.params import active_parameter_count, parameter_count
 from miles.models.checkpoint.safetensors_io import read_config
+from miles.models.families.registry import match_family
+from miles.models.hf_adapter.model_class import find_named_class
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.resolve import ModelImpl, is_known_to_transformers, resolve_spec
 from miles.models.spec import DecoderSpec
@@ -152,42 +154,76 @@ def _compare_with_transformers(folder: Path, options: AdoptOptions) -> int:
 
 
 def write_random_model(config: Mapping[str, Any], folder: Path) -> Path:
-    """A small model with random weights, made and saved by transformers; the decoder alone of one that sees images."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """A small model with random weights, made and saved by transformers.
 
-    text = _get_decoder_config(config)
-    small = shrink_config(text)
+    It is the language model alone where transformers has a class for it, else the whole model with a small tower.
+    """
+    import torch
+
+    small = shrink_config(complete_hf_config(_get_decoder_config(config)))
     (folder / "config.json").write_text(json.dumps(small))
-    try:
-        torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation="eager"
-        )
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise UsageError(f"transformers does not build it: {str(error).splitlines()[0]}") from error
+    model_class = find_named_class(small)
+    if model_class is None:
+        raise UsageError(f"transformers has no {next(iter(small.get('architectures') or ()), 'class')} to compare with")
+    torch.manual_seed(0)
+    model = _build_hf_model(model_class, small)
     with torch.no_grad():  # initial weights are too small for a mistake to show
         for param in model.parameters():
             noise = torch.randn_like(param)
-            param.copy_(1 + 0.2 * noise if param.dim() == 1 else 0.1 * noise)
+            param.copy_(1 + 0.2 * noise if param.dim() == 1 else 0.04 * noise)
     model.save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps({**small, **written}))
     return folder
 
 
+def _build_hf_model(model_class: Any, config: dict[str, Any]) -> Any:
+    """The model in float32; with a padding token where its class wants one."""
+    padded = {**config, "pad_token_id": 0}
+    if "text_config" in config:
+        padded = {**config, "text_config": {**config["text_config"], "pad_token_id": 0}}
+    reasons: list[str] = []
+    for values in (config, padded):
+        try:
+            hf_config = model_class.config_class(**values)
+            hf_config._attn_implementation = "eager"
+            return model_class(hf_config).float()
+        except Exception as error:  # whatever transformers checks
+            reasons.append(" ".join(str(error).split()))
+    raise UsageError(f"transformers does not build it: {reasons[0]}")
+
+
 def _get_decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the language model; with its own architecture where it is a part of another config."""
+    """The config of the language model, where transformers has a class for it alone; else the whole config."""
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         return config
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    model_type = str(text.get("model_type"))
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
-    if not isinstance(name, str):
-        raise UsageError(f"transformers has no language model alone for {model_type}")
-    return {**text, "architectures": [name]}
+    whole = find_named_class(config)
+    parts = getattr(getattr(whole, "config_class", None), "sub_configs", {})
+    model_type = text.get("model_type") or getattr(parts.get("text_config"), "model_type", None)
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(model_type))
+    if name is None and find_named_class(text) is not None:
+        name = text["architectures"][0]
+    if name is None and whole is None and (family := match_family(text)) is not None:
+        name = family.architectures[0]
+    return config if name is None else {**text, "model_type": model_type, "architectures": [name]}
+
+
+def complete_hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config as transformers' class of its architecture wants it: with the model type and the tower of that class."""
+    completed = dict(config)
+    config_class = getattr(find_named_class(config), "config_class", None)
+    if config_class is None:
+        return completed
+    completed["model_type"] = config_class.model_type  # published configs may name the type of their own code
+    tower = getattr(config_class, "sub_configs", {}).get("vision_config")
+    if (
+        tower is not None and len(config.get("vision_config") or ()) < 2
+    ):  # a size that is planned with says little of it
+        completed["vision_config"] = tower().to_dict() if hasattr(tower, "to_dict") else {}
+    return completed
 
 
 # -- recipe ---------------------------------------------------------------------------------

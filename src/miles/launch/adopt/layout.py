@@ -100,8 +100,13 @@ def _iter_layouts(
         *_split_nodes(hardware),
         (adapters, "adapters are trained"),
         (_merge(adapters, {"models": {"train_precision": "int4"}}), "adapters are trained over an INT4 base"),
+        *_split_nodes_over_int4_experts(spec, hardware, adapters),
     ]
     impl_values: Values = {} if impl == "auto" else {"models": {"model_impl": impl}}
+    has_table = any(layer.ngram is not None for layer in spec.layers)  # of n-grams, which FSDP gathers whole
+    tensor = hardware.gpus_per_node if has_table and impl == "auto" else 1
+    if tensor > 1:
+        impl_values["parallel"] = {"tensor_model_parallel_size": tensor}
     for way, note in ways:
         for tokens in (None, max(_LEAST_TOKENS, longest)):
             limit: Values = {} if tokens is None else {"train": {"max_tokens_per_gpu": tokens}}
@@ -109,26 +114,43 @@ def _iter_layouts(
                 engines: Values = {} if size == 1 else {"cluster": {"rollout_num_gpus_per_engine": size}}
                 text = note if size == 1 else f"{note}, engines of {size} GPUs"
                 ranks = way.get("cluster", {}).get("actor_num_nodes", hardware.nodes) * hardware.gpus_per_node
-                experts = {} if "train_precision" in way.get("models", {}) else _share_experts(spec, ranks)
+                packs_all = way.get("models", {}).get("train_precision") == "int4"
+                experts = {} if packs_all else _share_experts(spec, ranks // tensor)
                 yield _merge(impl_values, context, experts, way, limit, engines), text
 
 
 def _split_nodes(hardware: Hardware) -> list[tuple[Values, str]]:
-    """With several nodes: engines with FP8 weights on a quarter of them, a step behind the trainer."""
-    engines = hardware.nodes // 4
+    """With several nodes: engines on a quarter of them, with FP8 weights or wide, a step behind the trainer."""
+    split, engines = _share_nodes(hardware), hardware.nodes // 4
     if not engines:
         return []
-    values: Values = {
-        "models": {"rollout_precision": "fp8"},
-        "algo": {"use_tis": True},
-        "train": {"optimizer_cpu_offload": True},
+    offload: Values = {"train": {"optimizer_cpu_offload": True}}
+    fp8: Values = {"models": {"rollout_precision": "fp8"}, "algo": {"use_tis": True}}
+    return [
+        (_merge(fp8, offload, split), f"FP8 engines on {engines} of the nodes, all weights trained on the others"),
+        (_merge(offload, split), f"engines on {engines} of the nodes, all weights trained on the others"),
+    ]
+
+
+def _split_nodes_over_int4_experts(spec: DecoderSpec, hardware: Hardware, adapters: Values) -> list[tuple[Values, str]]:
+    """With several nodes and experts: the most frugal layout, for models beyond half a trillion parameters."""
+    split, engines = _share_nodes(hardware), hardware.nodes // 4
+    if not engines or spec.moe is None:
+        return []
+    packed: Values = {"models": {"train_precision": "int4_g32", "quantize_experts_only": True}}
+    note = f"adapters are trained over INT4 experts, engines on {engines} of the nodes"
+    return [(_merge(adapters, packed, split), note)]
+
+
+def _share_nodes(hardware: Hardware) -> Values:
+    engines = hardware.nodes // 4
+    return {
         "schedule": {"colocate": False, "max_weight_staleness": 1},
         "cluster": {
             "actor_num_nodes": hardware.nodes - engines,
             "rollout_num_gpus": engines * hardware.gpus_per_node,
         },
     }
-    return [(values, f"FP8 engines on {engines} of the nodes, all weights trained on the others")]
 
 
 def _share_experts(spec: DecoderSpec, ranks: int) -> Values:

@@ -13,7 +13,7 @@ from miles.backends.megatron.model import MegatronModel, load_megatron_model
 from miles.backends.megatron.parallel_state import initialize_parallel_state
 from miles.launch.build.models import BaseCheckpoint, build_lora_model, resolve_side_spec
 from miles.launch.config import Config
-from miles.launch.plan.layout_memory import get_recompute_layers, get_recompute_mode
+from miles.launch.plan.layout_memory import get_frozen_vision, get_recompute_layers, get_recompute_mode
 from miles.launch.plan.lora import build_lora
 from miles.launch.plan.plan import Plan
 from miles.models.checkpoint.safetensors_io import read_config
@@ -119,4 +119,5 @@ class MegatronModelFactory:
             scalar_head=scalar_head,
             balanced=balanced,
             numerics=self._checkpoint.numerics,
+            frozen_vision=get_frozen_vision(self._config.train),
         )

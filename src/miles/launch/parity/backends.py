@@ -31,8 +31,10 @@ from miles.launch.parity.backend import MAX_VALUES, TIMEOUT, Activations, Parity
 from miles.launch.parity.sglang_backend import trace_external_server, trace_sglang
 from miles.models.activation_hooks import ActivationTrace, capture_activations, trace_attention
 from miles.models.checkpoint import hf
+from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.decoder import Decoder
 from miles.models.hf_adapter.activation_hooks import capture_hf_activations
+from miles.models.hf_adapter.model_class import find_hf_class
 from miles.sync.publish import Publication
 from miles.train.batch_tensors import MicroBatch, flatten_batch, pack_micro_batch
 from miles.train.logprobs import HeadOutput, compute_logprobs
@@ -130,10 +132,9 @@ def _trace_fsdp(model: ParityModel, sequences: Sequence[Tokens]) -> Activations:
 @torch.no_grad()
 def _trace_transformers(model: ParityModel, sequences: Sequence[Tokens]) -> Activations:
     """The module of transformers with eager attention, one sequence after the other."""
-    from transformers import AutoModelForCausalLM
-
+    model_class = find_hf_class(read_config(model.folder), trust_remote_code=model.trust_remote_code)
     try:
-        module: Any = AutoModelForCausalLM.from_pretrained(
+        module: Any = model_class.from_pretrained(
             model.folder,
             dtype=model.dtype,
             attn_implementation="eager",

@@ -78,7 +78,7 @@ def estimate_rank_memory(
 ) -> RankMemory:
     """Memory of a model trained in ``dtype`` by FSDP, ``frozen_vision`` parts excepted, or by ``megatron``."""
     if megatron is not None:
-        held = HeldModel(dtype=dtype, moments=moments, optimizer=optimizer)
+        held = HeldModel(dtype=dtype, moments=moments, optimizer=optimizer, frozen_vision=frozen_vision)
         return _build_megatron_memory(compute_fullest_rank_bytes(spec, layout, megatron, held))
     degrees = get_sharding_degrees(layout)
     return RankMemory(
@@ -118,7 +118,9 @@ def estimate_rank_critic_memory(
     """Memory of a critic: a float32 head on a decoder whose own head, unless it is the embedding, is not trained."""
     head = (spec.hidden_size, 1)
     if megatron is not None:
-        held = HeldModel(dtype=dtype, moments=moments, optimizer=optimizer, scalar_head=head)
+        held = HeldModel(
+            dtype=dtype, moments=moments, optimizer=optimizer, scalar_head=head, frozen_vision=frozen_vision
+        )
         return _build_megatron_memory(compute_fullest_rank_bytes(spec, layout, megatron, held))
     degrees = get_sharding_degrees(layout)
     bare = replace(spec, tie_embeddings=True)

@@ -31,7 +31,7 @@ def capture_hf_activations(module: nn.Module, spec: DecoderSpec, trace: Activati
         for param, slices in build_param_map(spec).items()
     }
     recorder = _Recorder(module, paths, trace)
-    recorder.record_output("norm.weight", spec.num_layers, "final norm")
+    recorder.record_output("norm.weight", spec.num_layers, "final norm", divisor=spec.output_divisor)
     for index, layer in enumerate(spec.layers):
         prefix = f"layers.{index}"
         recorder.record_layer(
@@ -79,12 +79,12 @@ class _Recorder:
         names = self._paths.get(param, [])
         return [self._modules[name] for name in names] if all(name in self._modules for name in names) else []
 
-    def record_output(self, param: str, layer: int, operation: str) -> None:
-        """Record the outputs of these modules, concatenated."""
+    def record_output(self, param: str, layer: int, operation: str, *, divisor: float = 1.0) -> None:
+        """Record the outputs of these modules, concatenated; the decoder has them divided by ``divisor``."""
         modules, pending = self._find_modules(param), dict[int, Tensor]()
 
         def hook(number: int, out: Any) -> None:
-            pending[number] = _rows(out)
+            pending[number] = _rows(out) if divisor == 1 else _rows(out) / divisor
             if len(pending) == len(modules):
                 self._trace.record(layer, operation, torch.cat([pending[n] for n in range(len(modules))], -1))
                 pending.clear()
@@ -155,6 +155,9 @@ class _Recorder:
 
 
 def _rows(out: Any) -> Tensor:
-    """Flatten the batch dimension of the one sequence."""
+    """Flatten the batch dimension of the one sequence, and several residual streams into the values of a token."""
     values: Tensor = out if isinstance(out, Tensor) else out[0]
+    if values.ndim == 4:  # streams behind the tokens, or before the batch
+        streams_TnD = values[0] if values.shape[0] == 1 else values[:, 0].transpose(0, 1)
+        return streams_TnD.flatten(1)
     return values.flatten(0, 1) if values.ndim == 3 else values

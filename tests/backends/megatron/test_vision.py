@@ -1,0 +1,145 @@
+"""Vision-language models under Megatron: the tower on the first stage, against one process of the FSDP trainer."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.backends.megatron import cases
+from tests.backends.megatron.test_model import AGAIN, DISTRIBUTED_OPTIMIZER, Case, layout
+from tests.backends.megatron.vision_cases import adapt_alone, adapt_on_ranks, load_and_save, step_alone, step_on_ranks
+from tests.models.vision.small_vision import VISION_KINDS, vision_model, vision_twin
+from tests.pool import ranks
+
+from miles.backends.megatron.supported_models import check_megatron_support
+from miles.cluster.parallel_dims import ParallelDims
+from miles.launch.main import main
+from miles.models.checkpoint import hf
+from miles.models.optim_groups import TRAINED_VISION, FrozenVision
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed: miles-rl[megatron]"),
+]
+
+SPLIT = {"tensor": 2, "sequence": True}
+FIRST = ("--num-layers-in-first-pipeline-stage", "2")
+TOWER = FrozenVision(tower=True)
+ACCEPTED = [
+    kind for kind in VISION_KINDS if not check_megatron_support(vision_twin(vision_model(kind)).spec, ParallelDims())
+]
+
+
+def write_model(folder: Path, kind: str, seed: int = 0) -> None:
+    model = vision_model(kind, seed)
+    hf.export(vision_twin(model), folder, config=model.config.to_dict() | {"architectures": [type(model).__name__]})
+
+
+def compare_step(
+    tmp_path: Path, case: Case, *, samples: str = "turns", frozen: FrozenVision = TRAINED_VISION, **train: Any
+) -> dict[str, Any]:
+    """Hold a step on ranks against one process: metrics, gradients, weights, and what is exported before it."""
+    write_model(folder := tmp_path / "model", case.kind)
+    (tmp_path / "checkpoint").mkdir()
+    wanted = step_alone(folder, (case.kind, samples), frozen, **train)
+    where = layout(case.sizes)
+    how = (folder, where, case.flags, (case.kind, samples), frozen, tmp_path, train)
+    for found in ranks(where.world, step_on_ranks, *how):
+        assert not cases.unlike(found["metrics"], wanted["metrics"])
+        assert not cases.apart(found["grads"], wanted["grads"], 2e-4)
+        assert not cases.apart(found["after"], wanted["after"], 2e-4)
+    read, made = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "exported"))
+    assert read.keys() == made.keys() and all(torch.equal(read[name], made[name]) for name in read)
+    return wanted
+
+
+CASES = [
+    Case("qwen2_5_vl", {"tensor": 2}),
+    Case("qwen2_5_vl", SPLIT, DISTRIBUTED_OPTIMIZER),
+    Case("qwen2_5_vl", {"pipeline": 2}, (*FIRST, *DISTRIBUTED_OPTIMIZER)),
+    Case("qwen2_5_vl", {"context": 2}, AGAIN),
+    Case("qwen3_vl", SPLIT, AGAIN),
+    Case("qwen3_vl", {"context": 2}),
+    Case("qwen3_vl", {"shard": 2}, DISTRIBUTED_OPTIMIZER),
+    Case("gemma3", SPLIT),
+    Case("qwen3_vl", {"pipeline": 2}, (*FIRST, *AGAIN)),
+    Case("gemma3", {"pipeline": 2}, (*FIRST, *AGAIN)),
+    Case("qwen3_vl_moe", {"shard": 2, "expert": 2}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_with_images_is_that_of_one_process(tmp_path: Path, case: Case):
+    wanted = compare_step(tmp_path, case)
+    assert any(name.startswith("vision.blocks.") for name in wanted["grads"])
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_a_frozen_tower_has_no_gradient_and_its_projector_one(tmp_path: Path, kind: str):
+    wanted = compare_step(tmp_path, Case(kind, {"tensor": 2}), frozen=TOWER)
+    parts = {name.split(".")[1] for name in wanted["grads"] if name.startswith("vision.")}
+    assert parts == ({"merger", "deepstack"} if kind == "qwen3_vl" else {"merger"})
+
+
+def test_the_tower_has_a_rate_of_its_own(tmp_path: Path):
+    compare_step(tmp_path, Case("qwen2_5_vl", {}), vision_lr=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"pipeline": 2}], ids=str)
+def test_a_batch_without_images_leaves_the_tower_as_it_is(tmp_path: Path, sizes: dict[str, Any]):
+    flags = FIRST if sizes else ()
+    wanted = compare_step(tmp_path, Case("qwen2_5_vl", sizes, flags), samples="text")
+    assert not any(name.startswith("vision.") for name in wanted["grads"])
+
+
+def test_a_step_of_adapters_with_images_is_that_of_one_process(tmp_path: Path):
+    write_model(folder := tmp_path / "model", "qwen3_vl")
+    batch, modules = ("qwen3_vl", "turns"), "q_proj,o_proj"
+    wanted = adapt_alone(folder, batch, modules)
+    for found in ranks(2, adapt_on_ranks, folder, layout(SPLIT), batch, modules):
+        assert not cases.unlike(found["metrics"], wanted["metrics"])
+        assert any("o_proj.lora_" in name for name in found["grads"])
+        assert not cases.apart(found["grads"], wanted["grads"], 1e-4)
+        assert not cases.apart(found["after"], wanted["after"], 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (Case("gemma3", {"context": 2}), "--context-parallel-size does not support images of a gemma3 model"),
+        (
+            Case("qwen3_vl", {"pipeline": 2}, ("--num-layers-in-first-pipeline-stage", "1")),
+            "the first 2 layers of qwen3_vl add features of the vision tower",
+        ),
+    ],
+    ids=str,
+)
+def test_layouts_that_cannot_have_the_images_are_refused(tmp_path: Path, case: Case, said: str):
+    write_model(folder := tmp_path / "model", case.kind)
+    how = (folder, layout(case.sizes), case.flags, (case.kind, "turns"), TRAINED_VISION, None, {})
+    with pytest.raises(AssertionError, match=said):
+        ranks(2, step_on_ranks, *how)
+
+
+@pytest.mark.parametrize("case", [Case("qwen3_vl", SPLIT), Case("qwen2_5_vl", {"pipeline": 2}, FIRST)], ids=str)
+def test_megatrons_own_checkpoint_has_the_tower(tmp_path: Path, case: Case):
+    write_model(folder := tmp_path / "model", case.kind)
+    write_model(other := tmp_path / "other", case.kind, seed=1)
+    where = layout(case.sizes)
+    assert main(["convert", str(folder), str(tmp_path / "dist"), "--format", "torch_dist"]) == 0
+    saved = tmp_path / "dist" / "release"
+    ranks(where.world, load_and_save, other, where, case.flags, saved, tmp_path / "exported", tmp_path / "written")
+    words = ["--format", "float32", "--origin-hf-dir", str(folder)]
+    assert main(["convert", str(tmp_path / "written"), str(tmp_path / "out"), *words]) == 0
+    wanted = load_file(folder / "model.safetensors")
+    for made in (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "out")):
+        assert wanted.keys() == made.keys() and all(torch.equal(wanted[name], made[name]) for name in wanted)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ACCEPTED)
+def test_every_family_that_rules_accept_trains_on_images_as_in_one_process(tmp_path: Path, kind: str):
+    wanted = compare_step(tmp_path, Case(kind, {}), samples="prompts")
+    assert any(name.startswith("vision.blocks.") for name in wanted["grads"])
