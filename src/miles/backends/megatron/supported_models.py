@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from miles.backends.megatron.module_choice import AdaptedPart, can_use_transformer_engine, choose_modules
 from miles.cluster.parallel_dims import ParallelDims
-from miles.models.residual_spec import GatedResidualSpec
 from miles.models.spec import (
     AttentionSpec,
     DecoderSpec,
     LayerSpec,
     MlaSpec,
     MoeSpec,
-    PoolIndexerSpec,
     RelativeAttentionSpec,
 )
 
@@ -20,6 +18,11 @@ def check_megatron_support(
     spec: DecoderSpec, layout: ParallelDims, adapted: frozenset[AdaptedPart] = frozenset()
 ) -> str | None:
     """Return why Megatron cannot train this model, or these ``adapted`` parts, in this layout (a sentence), or None."""
+    if spec.has_ngrams and layout.tensor > 1:
+        return (
+            f"the megatron backend does not split the n-gram embeddings of {spec.family} over tensor parallel ranks; "
+            "set --tensor-model-parallel-size to 1."
+        )
     problem = layout.find_model_problem(spec, slices_layer_inputs=True)
     if problem is not None:
         return problem
@@ -69,17 +72,12 @@ def _unsupported_part(layer: LayerSpec) -> str | None:
     """Return the part of a layer that the backend does not support, or None."""
     if (part := _unsupported_mixer(layer)) is not None:
         return part
-    if isinstance(layer.hyper, GatedResidualSpec):
-        return "residual streams that are read through gates"
     return "convolutions of its outputs" if layer.output_kernel else None
 
 
 def _unsupported_mixer(layer: LayerSpec) -> str | None:
     mixer = layer.mixer
-    if isinstance(mixer, RelativeAttentionSpec):
-        return "attention with a relative position bias"
-    selects_pools = isinstance(mixer, AttentionSpec) and isinstance(mixer.indexer, PoolIndexerSpec)
-    return "an indexer of pools of tokens" if selects_pools else None
+    return "attention with a relative position bias" if isinstance(mixer, RelativeAttentionSpec) else None
 
 
 def _indivisible(spec: DecoderSpec, layout: ParallelDims, adapted: frozenset[AdaptedPart]) -> str | None:
