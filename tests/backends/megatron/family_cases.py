@@ -56,6 +56,8 @@ def write_family(folder: Path, kind: str, dtype: torch.dtype = torch.float32) ->
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
+            if not parameter.is_floating_point():  # the constants of hashes
+                continue
             if parameter.dim() == 1 or "norm" in name or name.endswith(("bias", "correction")):
                 parameter.uniform_(0.5, 1.5)
             if name.endswith(("router.weight", "router.bias", "correction", "sinks")):

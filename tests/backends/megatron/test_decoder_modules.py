@@ -138,7 +138,7 @@ def test_a_bias_of_an_expert_follows_its_load_in_the_decoders_router(tmp_path: P
 @pytest.mark.parametrize(
     ("kind", "sizes", "flags", "said"),
     [
-        ("hybrid qwen4", {}, {}, "layer 0 has residual streams that are read through gates"),
+        ("hybrid qwen4", {"tensor": 2}, {}, "does not split the n-gram embeddings of qwen4_exp_text"),
         ("qwen2 moe", SPLIT | {"expert_tensor": 1}, {}, None),
         ("gpt-oss", SPLIT | {"expert_tensor": 1}, {}, "experts of layer 0 are sharded like its other layers"),
         ("gpt-oss", {"tensor": 2}, {}, "add it"),

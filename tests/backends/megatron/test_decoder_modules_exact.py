@@ -51,6 +51,7 @@ CASES = [
     Case("deepseek v4", {"context": 2, "expert": 2}),
     Case("minimax-m3", SPLIT),
     Case("minimax-m3", {"context": 2}, SELECTIVE),
+    Case("hybrid qwen4", {"context": 2, "expert": 2}, AGAIN),
 ]
 QUICK = [Case("gpt-oss", SPREAD, SELECTIVE), Case("minimax-m2", SPLIT), Case("gemma2", SPLIT, DISTRIBUTED_OPTIMIZER)]
 

@@ -50,6 +50,9 @@ CASES = [
     Case("minimax-m3", SPLIT, AGAIN),
     Case("minimax-m3", {"context": 2, "expert": 2}, SELECTIVE),
     Case("minimax-m3 tied, two local blocks", {"pipeline": 2}, FIRST),
+    Case("hybrid qwen4", {"pipeline": 2}, (*FIRST, *AGAIN)),
+    Case("hybrid qwen4", SPREAD, DISTRIBUTED_OPTIMIZER),
+    Case("hybrid qwen4", {"context": 2, "expert": 2}, SELECTIVE),
 ]
 
 
@@ -141,6 +144,7 @@ def test_stages_that_part_shared_keys_are_refused_in_a_sentence(
         Case("gemma4 with per-layer inputs and shared keys", {"tensor": 2}),
         Case("hybrid glm 5.3 flash", SPREAD),
         Case("deepseek v4", {"pipeline": 2}),
+        Case("hybrid qwen4", SPREAD),
     ],
     ids=str,
 )

@@ -303,7 +303,7 @@ def _block_spec(config: DecoderTransformerConfig, stage: int | None, rank: int) 
             _check_selections(config.decoder_spec, _stage_layers(config, None if stage is None else vp_stage, pp_rank))
     check_first_stage(config.decoder_spec, len(_stage_layers(config, None if stage is None else 0, 0)))
     specs = [_layer_module_spec(config, i) for i in _stage_layers(config, stage, rank)]
-    norm: Any = MegatronRMSNorm
+    norm: Any = MegatronRMSNorm if config.decoder_spec.has_final_norm else IdentityOp
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
@@ -372,10 +372,12 @@ def _layer_module_spec(config: DecoderTransformerConfig, index: int) -> ModuleSp
 
 
 def _remove_missing(submodules: Any, layer: LayerSpec) -> None:
-    """Remove the attention or the MLP of a layer that has none."""
+    """Remove the attention, the MLP or the norms of a layer that has none."""
     if layer.mixer is None:
         submodules.input_layernorm, submodules.self_attention = IdentityOp, IdentityOp
         submodules.self_attn_bda = IdentityFuncOp
+    if not layer.has_norms:
+        submodules.input_layernorm = submodules.pre_mlp_layernorm = IdentityOp
     if layer.ffn is None:
         submodules.pre_mlp_layernorm, submodules.mlp = IdentityOp, IdentityOp
         submodules.mlp_bda = IdentityFuncOp

@@ -87,10 +87,7 @@ def load_megatron_model(
     if not balanced:
         _, fields = split_balance(fields)
     distributed_optimizer = bool(fields.pop(DISTRIBUTED_OPTIMIZER, False))
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # Megatron allocates on the current device
+    device = _use_device(device)
     tf_config = build_transformer_config(
         spec,
         layout,
@@ -117,6 +114,15 @@ def load_megatron_model(
     )
     model.load(Path(folder))
     return model
+
+
+def _use_device(device: torch.device | None) -> torch.device:
+    """Return the device of this rank, which becomes the current one: Megatron allocates on that."""
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 class MegatronModel:

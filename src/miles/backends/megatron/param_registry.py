@@ -28,14 +28,15 @@ from miles.backends.megatron.param_mapping import (
     possible_names,
 )
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
+from miles.models.layers.ngram_embedding import NGRAM_CONSTANTS
 from miles.models.optim_groups import TRAINED_VISION, FrozenVision, is_untrained_param, is_vision_param
 
 _WIDE = (torch.float32, torch.float64)
 # Follows the load of experts, not a gradient; always float32.
 _CORRECTION = ".moe.correction"
 _ROUTER = (".moe.router.weight", ".moe.router.bias")
-# Experts by token, which are integers.
-_TABLE = ".moe.expert_table"
+# Experts by token, and the constants of hashes.
+_INTEGERS = (".moe.expert_table", *(f".ngram.{name}" for name in NGRAM_CONSTANTS))
 
 
 class ParamRegistry:
@@ -163,7 +164,7 @@ class ParamRegistry:
         if tensors is None:
             trained = self._is_trained(name)
             wide = name in self._scalar_head or name.endswith(_CORRECTION) or (trained and not self._buffers)
-            dtype = torch.int64 if name.endswith(_TABLE) else fp32 if wide else tf_config.params_dtype
+            dtype = torch.int64 if name.endswith(_INTEGERS) else fp32 if wide else tf_config.params_dtype
             empty = torch.empty((0, *mapping.shape[1:]), device=tf_config.param_device, dtype=dtype)
             return empty.requires_grad_(trained)
         requires_grad = self._is_trained(name) and isinstance(tensors[0], nn.Parameter)
@@ -194,7 +195,8 @@ class ParamRegistry:
             return name != LM_HEAD
         if name in self._frozen_vision:
             return False
-        return self.trained and not (name.endswith(self._frozen) or is_untrained_param(name))
+        is_fixed = name.endswith((*self._frozen, *_INTEGERS)) or is_untrained_param(name)
+        return self.trained and not is_fixed
 
     def _accumulate(self, name: str, number: int, tensor: Tensor) -> None:
         """Add a module's gradient to the parameter's."""

@@ -222,7 +222,8 @@ def list_stage_params(
         found += [name for i in layers for name in sorted(names.get(i, ()), key=_order)]
         if last:
             head = _EMBEDDING if spec.tie_embeddings else _HEAD
-            found += [_NORM] if spec.tie_embeddings and first else [_NORM, head]
+            found += [_NORM] if spec.has_final_norm else []
+            found += [] if spec.tie_embeddings and first else [head]
             found += [name for name in params if name.startswith(_BEHIND_LAYERS)]
         if first:
             found += [name for name in params if is_vision_param(name)]

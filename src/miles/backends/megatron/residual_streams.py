@@ -23,9 +23,11 @@ from miles.backends.megatron.packed_batch import PackedParams
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
 from miles.models.activation_checkpointing import checkpoint_full
 from miles.models.layers.altup import AltUp, AltUpStreams, Laurel
+from miles.models.layers.gated_residual import GatedResidual, GatedResidualHead
 from miles.models.layers.hyper_connections import HyperConnection, HyperHead, mean_streams
+from miles.models.layers.ngram_embedding import NgramEmbedding
 from miles.models.layers.per_layer_input import PerLayerEmbedding, PerLayerInput
-from miles.models.residual_spec import HyperConnectionSpec
+from miles.models.residual_spec import GatedResidualSpec
 from miles.models.spec import AttentionSpec, DecoderSpec
 
 
@@ -69,8 +71,10 @@ class ResidualState(nn.Module):
             # A parameter is that of one stage.
             self.altup.projections = self.altup.projections if first else nn.ModuleList()
             self.altup.unembed_projections = self.altup.unembed_projections if last else nn.ModuleList()
-        self.hyper_head: HyperHead | None = None
-        if last and isinstance(spec.hyper, HyperConnectionSpec) and spec.hyper.learned_join:
+        self.hyper_head: HyperHead | GatedResidualHead | None = None
+        if last and isinstance(spec.hyper, GatedResidualSpec):
+            self.hyper_head = GatedResidualHead(spec.hyper, spec, **factory)
+        elif last and spec.hyper is not None and spec.hyper.learned_join:
             self.hyper_head = HyperHead(spec.hyper, spec, **factory)
 
     def begin(
@@ -128,7 +132,7 @@ def build_layer_streams(config: DecoderTransformerConfig, index: int) -> AltUpSt
     layer = config.decoder_spec.layers[index]
     if layer.altup is not None:
         return AltUpStep(config, index)
-    return None if layer.hyper is None else HyperStep(config)
+    return None if layer.hyper is None else HyperStep(config, index)
 
 
 class AltUpStep(nn.Module):
@@ -159,16 +163,25 @@ class AltUpStep(nn.Module):
 
 
 class HyperStep(nn.Module):
-    """Hyper-connections around the parts of Megatron's layer, as in ``models.decoder``."""
+    """Hyper-connections around the parts of Megatron's layer, and n-gram embeddings, as in ``models.decoder``."""
 
-    def __init__(self, config: DecoderTransformerConfig) -> None:
+    def __init__(self, config: DecoderTransformerConfig, index: int) -> None:
         super().__init__()
-        spec = config.decoder_spec
-        assert isinstance(spec.hyper, HyperConnectionSpec)
-        self.attention_hyper, self.mlp_hyper = (HyperConnection(spec.hyper, spec, **_factory(config)) for _ in range(2))
+        spec, factory = config.decoder_spec, _factory(config)
+        hyper, ngram = spec.hyper, spec.layers[index].ngram
+        assert hyper is not None
+        self.ngram = None if ngram is None else NgramEmbedding(ngram, spec, index, **factory)
+        self.attention_hyper, self.mlp_hyper = (
+            GatedResidual(hyper, spec, **factory)
+            if isinstance(hyper, GatedResidualSpec)
+            else HyperConnection(hyper, spec, **factory)
+            for _ in range(2)
+        )
 
     def forward(self, layer: Any, x_sSD: Tensor, inputs_s1X: Tensor | None, packed: PackedParams) -> Tensor:
         """Return the streams behind Megatron's ``layer``."""
+        if self.ngram is not None:
+            x_sSD = x_sSD + self.ngram(x_sSD, packed.tokens_s, packed.attn_backend)
         read_sD, mixing = self.attention_hyper(x_sSD)
         out_sD = _attend(layer, layer.input_layernorm(read_sD), packed)
         x_sSD = self.attention_hyper.join(out_sD, x_sSD, mixing)

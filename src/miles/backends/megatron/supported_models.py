@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from miles.backends.megatron.module_choice import AdaptedPart, can_use_transformer_engine, choose_modules
 from miles.cluster.parallel_dims import ParallelDims
-from miles.models.residual_spec import GatedResidualSpec
 from miles.models.spec import (
     AttentionSpec,
     DecoderSpec,
-    LayerSpec,
     MlaSpec,
     MoeSpec,
-    PoolIndexerSpec,
 )
 
 
@@ -19,13 +16,15 @@ def check_megatron_support(
     spec: DecoderSpec, layout: ParallelDims, adapted: frozenset[AdaptedPart] = frozenset()
 ) -> str | None:
     """Return why Megatron cannot train this model, or these ``adapted`` parts, in this layout (a sentence), or None."""
+    if spec.has_ngrams and layout.tensor > 1:
+        return (
+            f"the megatron backend does not split the n-gram embeddings of {spec.family} over tensor parallel ranks; "
+            "set --tensor-model-parallel-size to 1."
+        )
     problem = layout.find_model_problem(spec, slices_layer_inputs=True)
     if problem is not None:
         return problem
-    problems = ((i, _unsupported_part(layer)) for i, layer in enumerate(spec.layers))
-    found = next((f"layer {i} has {problem}" for i, problem in problems if problem is not None), None)
-    if found is None:
-        found = _indivisible(spec, layout, adapted)
+    found = _indivisible(spec, layout, adapted)
     if found is not None:
         return f"the megatron backend cannot train {spec.family}: {found}; use --train-backend fsdp."
     if spec.moe is not None and layout.tensor > 1 and not layout.sequence:
@@ -62,19 +61,6 @@ def check_quantization_support(spec: DecoderSpec) -> str | None:
         f"--train-precision {spec.quantization.format.name} with --train-backend megatron is Transformer Engine's, "
         f"which has no form of all layers of {spec.family}; use --train-backend fsdp."
     )
-
-
-def _unsupported_part(layer: LayerSpec) -> str | None:
-    """Return the part of a layer that the backend does not support, or None."""
-    if (part := _unsupported_mixer(layer)) is not None:
-        return part
-    return "residual streams that are read through gates" if isinstance(layer.hyper, GatedResidualSpec) else None
-
-
-def _unsupported_mixer(layer: LayerSpec) -> str | None:
-    mixer = layer.mixer
-    selects_pools = isinstance(mixer, AttentionSpec) and isinstance(mixer.indexer, PoolIndexerSpec)
-    return "an indexer of pools of tokens" if selects_pools else None
 
 
 def _indivisible(spec: DecoderSpec, layout: ParallelDims, adapted: frozenset[AdaptedPart]) -> str | None:
