@@ -27,7 +27,7 @@ from miles.models.layers.gated_residual import GatedResidual, GatedResidualHead
 from miles.models.layers.hyper_connections import HyperConnection, HyperHead, mean_streams
 from miles.models.layers.ngram_embedding import NgramEmbedding
 from miles.models.layers.per_layer_input import PerLayerEmbedding, PerLayerInput
-from miles.models.residual_spec import GatedResidualSpec
+from miles.models.residual_spec import GatedResidualSpec, HyperConnectionSpec
 from miles.models.spec import AttentionSpec, DecoderSpec
 
 
@@ -74,7 +74,7 @@ class ResidualState(nn.Module):
         self.hyper_head: HyperHead | GatedResidualHead | None = None
         if last and isinstance(spec.hyper, GatedResidualSpec):
             self.hyper_head = GatedResidualHead(spec.hyper, spec, **factory)
-        elif last and spec.hyper is not None and spec.hyper.learned_join:
+        elif last and isinstance(spec.hyper, HyperConnectionSpec) and spec.hyper.learned_join:
             self.hyper_head = HyperHead(spec.hyper, spec, **factory)
 
     def begin(
