@@ -221,12 +221,14 @@ def test_experts_over_tensor_ranks_are_planned_under_megatron(tmp_path: Path, ca
     assert weights[1] > weights[2] > weights[8]
 
 
-def test_a_model_that_megatron_cannot_train_is_refused_by_the_plan(tmp_path: Path):
-    config = find_known_config("Gemma-3-4B")
+def test_a_layout_that_megatron_cannot_train_is_refused_by_the_plan(tmp_path: Path):
+    config = find_known_config("Qwen3.8-Flash-Next")
     assert config is not None
     (tmp_path / "moe" / "config.json").write_text(json.dumps(config))
-    (problem,) = find_problems("--hf-checkpoint", "moe", "--train-backend", "megatron")
-    assert "cannot train gemma3: it has a vision tower; use --train-backend" in problem
+    line = ("--hf-checkpoint", "moe", "--train-backend", "megatron", "--actor-num-gpus-per-node", "2")
+    assert find_problems(*line, "--expert-model-parallel-size", "2") == []
+    problems = find_problems(*line, "--tensor-model-parallel-size", "2", "--sequence-parallel")
+    assert any("does not split the n-gram embeddings of" in each for each in problems), problems
 
 
 @pytest.mark.parametrize("model", ["gpt-oss-20b", "MiniMax-M3", "Gemma-3-1B", "Llama-4-Scout-17B-16E"])
