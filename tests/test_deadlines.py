@@ -39,6 +39,8 @@ MESSAGE = "there is a message: a rank that hangs in the middle of one is killed 
 SOCKET = "the socket has a timeout"
 
 MAY_WAIT = {
+    ("cluster/process_group.py", "serve_rendezvous"): "it serves the store, and waits for no rank",
+    ("schedule/oversampling.py", "LateGroups.cancel"): CANCELLED,
     ("api/loop_thread.py", "LoopThread.close"): "the loop stops at its next turn",
     ("api/train.py", "train_async"): "a run that was asked to stop ends after its step, and saves",
     ("launch/commands/view.py", "serve_dashboard"): "it serves until a signal",
