@@ -19,6 +19,7 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/rocm7.1
 RUN grep -v "^triton==" constraints.txt > pins.txt \
     && pip install --index-url "${TORCH_INDEX}" "$(grep "^torch==" pins.txt)+rocm7.1"
 COPY pyproject.toml README.md LICENSE ./
+COPY recipes ./recipes
 COPY src ./src
 RUN pip install -c pins.txt ".[${EXTRAS}]"
 

@@ -227,10 +227,11 @@ def test_the_commands_of_the_cpu_image_install_a_package_that_runs(tmp_path: Pat
     install = re.search(r"RUN (pip install -c pins.txt .*)", text)
     assert install is not None
     source = tmp_path / "source"
-    tracked = run("git", "ls-files", "src", "constraints.txt", "pyproject.toml", "README.md", "LICENSE").split()
-    for name in tracked:
+    build_stage = text.partition("\nFROM")[2].partition("\nFROM")[0]
+    copied = [name for line in re.findall(r"^COPY (.*) \S+$", build_stage, re.MULTILINE) for name in line.split()]
+    for name in run("git", "ls-files", *copied).split():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, source / name)
+        shutil.copy(ROOT / name, source / name, follow_symlinks=False)
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("triton==")]
     (source / "pins.txt").write_text("\n".join(pins) + "\n")
     run(sys.executable, "-m", "venv", str(tmp_path / "venv"))
@@ -238,6 +239,7 @@ def test_the_commands_of_the_cpu_image_install_a_package_that_runs(tmp_path: Pat
     environ |= {"SETUPTOOLS_SCM_PRETEND_VERSION_FOR_MILES_RL": "9.8.7", "PYTHONPATH": ""}
     run("bash", "-ec", f"cd {source} && {install[1]}", **environ)
     assert run("miles", "--version", **environ) == "miles 9.8.7\n"
+    assert "qwen3/0.6b_gsm8k_1x24gb" in run("miles", "recipes", folder=tmp_path, **environ)
 
 
 def load_health_check() -> Any:
