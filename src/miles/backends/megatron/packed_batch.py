@@ -214,18 +214,14 @@ class GatheredKVAttention:
         self._lengths, self._shard = lengths, shard
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        k_TGd, v_TGe = inputs.k_TGd, inputs.v_TGe
-        k_MGd, v_MGe = self._gather(torch.cat((k_TGd, v_TGe), -1)).split((k_TGd.shape[-1], v_TGe.shape[-1]), -1)
-        index = inputs.indexer
+        inputs, index = self._gather_keys(inputs), inputs.indexer
         if isinstance(index, IndexerInputs | BlockIndexerInputs):
             index = replace(index, k_Td=self._gather(index.k_Td))
-        return self._inner(layer, inputs._replace(k_TGd=k_MGd, v_TGe=v_MGe, indexer=index))
+        return self._inner(layer, inputs._replace(indexer=index))
 
     def attend_relative(self, layer: int, inputs: AttentionInputs, bias: RelativeBias) -> Tensor:
         """Attend with a relative position bias."""
-        both = (inputs.k_TGd.shape[-1], inputs.v_TGe.shape[-1])
-        k_MGd, v_MGe = self._gather(torch.cat((inputs.k_TGd, inputs.v_TGe), -1)).split(both, -1)
-        return self._inner.attend_relative(layer, inputs._replace(k_TGd=k_MGd, v_TGe=v_MGe), bias)
+        return self._inner.attend_relative(layer, self._gather_keys(inputs), bias)
 
     def attend_compressed(self, layer: int, inputs: AttentionInputs, compressor: CompressorInputs) -> Tensor:
         """Attend to a window of tokens and to compressed keys, computed from the states of the tokens of all ranks."""
@@ -234,6 +230,12 @@ class GatheredKVAttention:
         k_Md, states_Mx = both_Mx.tensor_split((width,), dim=1)
         inputs = inputs._replace(k_TGd=k_Md.unsqueeze(1), v_TGe=k_Md.unsqueeze(1))
         return self._inner.attend_compressed(layer, inputs, replace(compressor, states_Tx=states_Mx))
+
+    def _gather_keys(self, inputs: AttentionInputs) -> AttentionInputs:
+        """Return the inputs with the keys and values of all ranks, from one all-gather for both."""
+        k_TGd, v_TGe = inputs.k_TGd, inputs.v_TGe
+        k_MGd, v_MGe = self._gather(torch.cat((k_TGd, v_TGe), -1)).split((k_TGd.shape[-1], v_TGe.shape[-1]), -1)
+        return inputs._replace(k_TGd=k_MGd, v_TGe=v_MGe)
 
     def _gather(self, x_t: Tensor) -> Tensor:
         return gather_from_sequence_parallel_region(x_t.contiguous(), group=self._group.process_group)

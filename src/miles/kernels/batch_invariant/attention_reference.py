@@ -313,14 +313,15 @@ def reference_attention_backward(
             if selection is not None:
                 unit_N = torch.arange(begin, end, device=q_THd.device).div_(selection.size, rounding_mode="floor")
                 selected_AQXN = selection.units_TXU[rows].index_select(3, unit_N)
-            distance_QN, bias_AGRN = visible[1][:, None] - torch.arange(end - begin, device=q_THd.device), None
+            distance_QN = bias_AGRN = None
             if bias is not None:
+                distance_QN = visible[1][:, None] - torch.arange(end - begin, device=q_THd.device)
                 bias_AGRN = bias.compute(rows, distance_QN, groups)
             kv = k_SGd[keys_AN].to(wide), v_SGe[keys_AN].to(wide)
             dq[rows], dk_AN, dv_AN, ds_AGRN = _slice_backward(
                 query_tensors, *kv, visible, params, selected_AQXN, bias_AGRN
             )
-            if bias is not None:
+            if bias is not None and distance_QN is not None:
                 bias.accumulate(rows, distance_QN, ds_AGRN)
             dk[keys_AN] += dk_AN
             dv[keys_AN] += dv_AN

@@ -219,9 +219,8 @@ def complete_hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
         return completed
     completed["model_type"] = config_class.model_type  # published configs may name the type of their own code
     tower = getattr(config_class, "sub_configs", {}).get("vision_config")
-    if (
-        tower is not None and len(config.get("vision_config") or ()) < 2
-    ):  # a size that is planned with says little of it
+    # A config that was made to plan with says little of its tower.
+    if tower is not None and len(config.get("vision_config") or ()) < 2:
         completed["vision_config"] = tower().to_dict() if hasattr(tower, "to_dict") else {}
     return completed
 
