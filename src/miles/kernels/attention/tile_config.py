@@ -38,10 +38,10 @@ class PrefillTile(NamedTuple):
 MAX_HEAD_DIM, MAX_FP32_HEAD_DIM = 512, 256
 # Half precision, by head dim (64, 128, 256, 512) and queries of a tile.
 DECODE_TUNINGS: dict[tuple[int, int], TileTuning] = {
-    (64, 16): TileTuning(128, 4, 5, 3),
+    (64, 16): TileTuning(64, 2, 3, 4),
     (64, 32): TileTuning(128, 4, 5, 3),
     (64, 64): TileTuning(128, 4, 5, 2),
-    (128, 16): TileTuning(64, 4, 5, 3),
+    (128, 16): TileTuning(64, 2, 3, 4),
     (128, 32): TileTuning(64, 4, 5, 2),
     (128, 64): TileTuning(64, 4, 5, 2),
     (256, 16): TileTuning(32, 4, 5, 2),
