@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.lora_grpo_step import build_case, estimate_phases
 from tests.launch.memory_ranks import HeldCase, held
 from tests.launch.small_config import furnish
 from tests.parity.planes import config_of_kind
@@ -164,6 +165,12 @@ def test_the_plan_is_within_three_percent_of_a_measured_peak(case, gib):
     plan = estimate_rank_memory(spec, ParallelDims(), "bfloat16", moments=moments)
     activations = estimate_rank_activations(spec, ParallelDims(), "bfloat16", 8192, train, fused=True)
     assert (plan.total + activations) / 2**30 == pytest.approx(gib, rel=0.03)
+
+
+def test_the_plan_of_adapters_of_experts_is_within_three_percent_of_a_measured_peak():
+    plan = estimate_phases(build_case("Qwen3-30B-A3B", "experts", tiny=False))
+    assert plan["plan_train_gib"] == pytest.approx(78.9, rel=0.03)
+    assert plan["plan_rollout_gib"] == pytest.approx(97.4, rel=0.03)
 
 
 def test_one_rank_alone_holds_what_it_always_did():

@@ -498,7 +498,9 @@ def activation_bytes(
     workspace = quantize_workspace_bytes(spec, size=size, fused=fused, experts=experts)
     body = tokens * (saved + 4 * spec.hidden_size * size + stream_bytes(spec, size)) + max(tokens * largest, workspace)
     rows = min(tokens, max(1, _LOGITS[fused] // spec.vocab_size))
-    head = rows * spec.vocab_size * 4 * _LOGIT_COPIES + 4 * spec.vocab_size * spec.hidden_size
+    # The float32 gradient of the output layer, which an adapter of it does without.
+    head_gradient = 0 if lora is not None else 4 * spec.vocab_size * spec.hidden_size
+    head = rows * spec.vocab_size * 4 * _LOGIT_COPIES + head_gradient
     factors = 0
     is_packed = spec.quantization is not None and spec.quantization.packed
     if lora is not None and (is_packed or lora.unmerged):
