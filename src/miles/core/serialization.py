@@ -128,7 +128,13 @@ class Codec:
         )
 
     def _encode_mapping(self, value: Mapping[Any, Any], parts: _MessageParts) -> Any:
-        return {"mapping": [[self._encode(key, parts), self._encode(each, parts)] for key, each in value.items()]}
+        pairs = [
+            [key, each if type(each) in _JSON_TYPES else self._encode(each, parts)]
+            if type(key) is str  # nearly all, and many: a call for each would take longer than its encoding
+            else [self._encode(key, parts), self._encode(each, parts)]
+            for key, each in value.items()
+        ]
+        return {"mapping": pairs}
 
     def _encode_object(self, value: Any, parts: _MessageParts) -> Any:
         name = type(value).__name__

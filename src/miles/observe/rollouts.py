@@ -87,8 +87,8 @@ class RolloutDump:
         self._keep = keep
         self._excluded_extras = frozenset(excluded_extras)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts")
-        self._writing: Future[None] | None = None
-        self._taken: BatchTaken | None = None
+        self._writing: Future[object] | None = None
+        self._taken: tuple[BatchTaken, Future[Sequence[_Row]]] | None = None
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, BatchTaken):
@@ -98,21 +98,21 @@ class RolloutDump:
             else:
                 path = self._destination(event.step)
                 path.parent.mkdir(parents=True, exist_ok=True)
-            self._writing = self._thread.submit(
+            writing = self._thread.submit(
                 write_step,
                 path,
                 event,
                 file_metadata=self._file_metadata,
                 excluded_extras=self._excluded_extras,
             )
-            self._taken = event
+            self._writing, self._taken = writing, (event, writing)
 
         elif isinstance(event, StepFinished):
-            taken, self._taken = self._taken, None
-            if event.token_stats is not None and taken is not None and isinstance(self._destination, Path):
+            written, self._taken = self._taken, None
+            if event.token_stats is not None and written is not None and isinstance(self._destination, Path):
                 self.commit()
-                folder = self._destination / TRAINER
-                self._writing = self._thread.submit(write_token_stats, folder, taken, event.token_stats)
+                folder, (taken, rows) = self._destination / TRAINER, written
+                self._writing = self._thread.submit(write_token_stats, folder, taken, event.token_stats, rows.result())
 
         elif isinstance(event, Saved) and self._keep is not None and isinstance(self._destination, Path):
             _delete_steps(self._destination, through=event.step - self._keep)
@@ -143,8 +143,8 @@ def write_step(
     *,
     file_metadata: Mapping[str, str] = EMPTY,
     excluded_extras: Collection[str] = (),
-) -> None:
-    """Write a batch's trajectories atomically."""
+) -> Sequence[_Row]:
+    """Write a batch's trajectories atomically; return the rows."""
     import pyarrow as pa
 
     probe = [[sample.prompt_id, sample.trajectory, compute_sample_digest(sample)] for sample in taken.batch.probe]
@@ -156,20 +156,22 @@ def write_step(
         "without": json.dumps(sorted(excluded_extras)),
         **file_metadata,
     }
-    columns = _build_columns(taken.step, _list_rows(taken), frozenset(excluded_extras))
+    rows = _list_rows(taken)
+    columns = _build_columns(taken.step, rows, frozenset(excluded_extras))
     schema = _build_schema(metadata)
     arrays = [_to_arrow(columns[field.name], field.type) for field in schema]
     _write_table(path, pa.Table.from_arrays(arrays, schema=schema))
+    return rows
 
 
-def write_token_stats(folder: Path, taken: BatchTaken, stats: TokenStats) -> None:
-    """Write the trainer's log-prob and entropy of each token, in the rows of the step's rollout file; NaN where a token
-    was not trained on."""
+def write_token_stats(folder: Path, taken: BatchTaken, stats: TokenStats, rows: Sequence[_Row] | None = None) -> None:
+    """Write the trainer's log-prob and entropy of each token, in the ``rows`` of the step's rollout file; NaN where a
+    token was not trained on."""
     import pyarrow as pa
 
     samples = taken.batch.samples
     by_sample = {id(samples[index]): (samples[index], *values) for index, values in stats.split().items()}
-    rows = _list_rows(taken)
+    rows = _list_rows(taken) if rows is None else rows
     found = [by_sample.get(id(row.sample)) for row in rows]
     trained = [each for each in found if each is not None]
     masks = [sample.mask for sample, _, _ in trained]

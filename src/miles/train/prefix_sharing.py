@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from miles.core.errors import MilesError, UsageError
 from miles.kernels.attention.bidirectional_spans import BidirectionalSpansBackend
 from miles.kernels.attention.indexer_replay import IndexerSelections
-from miles.kernels.attention.tree import KeyRuns, Segment, TreeAttentionBackend
+from miles.kernels.attention.tree import KeyRuns, Segment, TreeAttentionBackend, concatenate_ranges
 from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend, BatchInvariantVarlenBackend
 from miles.kernels.numerics import Numerics
@@ -197,21 +197,14 @@ def join_trees(builders: Sequence[TreeBuilder]) -> PrefixTree:
         kept += [(offsets[n.sample] + n.start, n.end - n.start) for n in builder.nodes]
         first_token = offsets[-1]
     return PrefixTree(
-        nodes=tuple(nodes), ends=tuple(ends), kept_T=_concat_ranges(kept), slot_P=compute_slots(nodes, ends)
+        nodes=tuple(nodes), ends=tuple(ends), kept_T=concatenate_ranges(kept), slot_P=compute_slots(nodes, ends)
     )
 
 
 def compute_slots(nodes: Sequence[TreeNode], ends: Sequence[int]) -> NDArray[np.int64]:
     """Return the position in the tree of each token of each sample, concatenated."""
     runs = compute_runs(nodes)
-    return _concat_ranges([run for end in ends for run in runs[end]])
-
-
-def _concat_ranges(runs: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """Return the integers of runs, each given by its first one and its length."""
-    first_N, length_N = np.array(runs, np.int64).reshape(-1, 2).T
-    before_N = np.cumsum(length_N) - length_N
-    return np.arange(int(length_N.sum())) + np.repeat(first_N - before_N, length_N)
+    return concatenate_ranges([run for end in ends for run in runs[end]])
 
 
 def collect_ancestors(nodes: Sequence[TreeNode], ends: Sequence[int]) -> list[int]:

@@ -74,15 +74,17 @@ def by_mask(q, k, v, seen, params, sinks=None):
     dims=st.sampled_from([(4, 4), (6, 4), (4, 6)]),
     params=terms_of,
     has_sinks=st.booleans(),
-    limits=st.sampled_from([(1 << 22, 256), (4, 2)]),
+    limits=st.sampled_from([(1 << 22, 256, 0), (1 << 22, 256, 1 << 22), (4, 2, 1 << 22)]),
     seed=st.integers(0, 100),
 )
 def test_values_and_gradients_of_any_tree_are_those_of_its_mask(tree, heads, dims, params, has_sinks, limits, seed):
+    """Whether the CPU computes it in blocks of segments (the first limits) or of whole trees."""
     found, total = laid_out(tree), sum(n for n, _ in tree)
     inputs, sinks = qkv(total, *heads, *dims, seed), tensors((heads[0],), seed=seed + 1) if has_sinks else []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "_MAX_MASKED_SCORES", limits[0])
         patch.setattr(segments, "_MAX_MASKED_LENGTH", limits[1])
+        patch.setattr(segments, "_ROW_SCORES", limits[2])
         out = TreeAttentionBackend(found, "cpu")(
             0, AttentionInputs(*inputs, params, sinks_H=sinks[0] if has_sinks else None)
         )
@@ -126,6 +128,17 @@ def test_sequences_without_a_past_are_a_packed_batch():
             VarlenAttentionBackend(lengths, "cpu")(0, AttentionInputs(*inputs, params)),
         )
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-13)
+
+
+def test_small_trees_are_computed_whole_and_long_branches_are_not():
+    small = [(8, -1), *[(4, 0)] * 7, (8, -1), *[(4, 8)] * 6]
+    large = [(800, -1), *[(400, 0)] * 7]
+    trees = [
+        segments._SegmentView(laid_out(tree), sum(n for n, _ in tree), torch.device("cpu")).masked_trees
+        for tree in (small, large)
+    ]
+    assert trees[0] is not None and trees[0].shapes == [(2, 36)]
+    assert trees[1] is None
 
 
 TREE = [(40, -1), (17, 0), (17, 0), (300, 0), (5, 2), (30, -1), (9, 5)]

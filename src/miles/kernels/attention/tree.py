@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -51,6 +52,8 @@ from miles.kernels.attention.varlen import (
 _MAX_MASKED_SCORES = 1 << 22
 # With a window, blocks of more queries than this do too: its slices skip keys outside the window.
 _MAX_MASKED_LENGTH = 256
+# On a CPU the kernel takes for each row of a block, forward and backward, at least as long as for so many scores.
+_ROW_SCORES = 256
 
 KeyRuns = tuple[tuple[int, int], ...]
 """(first, length) of runs of key tokens that are consecutive in a sequence, wherever they are stored."""
@@ -104,8 +107,18 @@ def trim_to_window(segment: Segment, window: int) -> Segment:
 
 def list_keys(segments: Sequence[Segment]) -> NDArray[np.int64]:
     """Key tokens of all segments, concatenated."""
-    runs = [np.arange(first, first + n) for s in segments for first, n in s.runs]
-    return np.concatenate(runs) if runs else np.empty(0, np.int64)
+    return concatenate_ranges([run for s in segments for run in s.runs])
+
+
+def concatenate_ranges(runs: Sequence[tuple[int, int]] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """The integers of runs, each given by its first one and its length.
+
+    >>> concatenate_ranges([(5, 2), (0, 3)]).tolist()
+    [5, 6, 0, 1, 2]
+    """
+    first_N, length_N = np.array(runs, np.int64).reshape(-1, 2).T
+    before_N = np.cumsum(length_N) - length_N
+    return np.arange(int(length_N.sum())) + np.repeat(first_N - before_N, length_N)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +131,24 @@ class _PaddedBlocks:
     restore: RowGather
 
 
+@dataclass(frozen=True, slots=True)
+class _MaskedTrees:
+    """Padded blocks of whole trees: (trees, most tokens) and the mask of each; the gather of their tokens, and back."""
+
+    shapes: list[tuple[int, int]]
+    masks: list[Tensor]
+    tokens: RowGather
+    restore: RowGather
+
+
 class _SegmentView:
     """Segments for one window and chunk, and what the layers with these share."""
 
     def __init__(self, segments: list[Segment], keys: int, device: torch.device) -> None:
         self.segments, self.device = segments, device
         self.total, self.keys = sum(s.length for s in segments), keys
-        self.longest, self.max_keys = max(s.length for s in segments), max(s.keys for s in segments)
+        self.key_counts = [s.keys for s in segments]
+        self.longest, self.max_keys = max(s.length for s in segments), max(self.key_counts)
         self._cu_seqlens: tuple[Tensor, Tensor] | None = None
         self._key_gather: RowGather | None = None
         self._padded_blocks: _PaddedBlocks | None = None
@@ -133,7 +157,7 @@ class _SegmentView:
     def get_cu_seqlens(self) -> tuple[Tensor, Tensor]:
         """Cumulative lengths of each segment's queries and of its keys."""
         if self._cu_seqlens is None:
-            lengths = [s.length for s in self.segments], [s.keys for s in self.segments]
+            lengths = [s.length for s in self.segments], self.key_counts
             cu_seqlens = (torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in lengths)
             queries, keys = (each.to(self.device, non_blocking=True) for each in cu_seqlens)
             self._cu_seqlens = queries, keys
@@ -193,6 +217,65 @@ class _SegmentView:
                 end += n
         return key_BN
 
+    @cached_property
+    def masked_trees(self) -> _MaskedTrees | None:
+        """Blocks of whole trees, where the scores that their masks hide take less time than a row for each segment.
+
+        None where that is not so, and where the tokens of a tree are not adjacent or are not all queries.
+        """
+        starts = [0, *accumulate(s.length for s in self.segments)]
+        roots: list[int] = []
+        for segment, start, end in zip(self.segments, starts, starts[1:], strict=False):
+            root, (first, length) = segment.runs[0][0], segment.runs[-1]
+            if first + length != end or (root != start and (not roots or root != roots[-1])):
+                return None
+            if root == start:
+                roots.append(root)
+        if self.keys != self.total:
+            return None
+        size_N = np.diff([*roots, self.total])
+        blocks = group_by_length(size_N.tolist())
+        shapes = [(len(block), int(size_N[block].max())) for block in blocks]
+        masked = sum(count * width * width for count, width in shapes)
+        scores = sum(s.length * count for s, count in zip(self.segments, self.key_counts, strict=True))
+        if masked > _MAX_MASKED_SCORES or masked - scores > _ROW_SCORES * (len(self.segments) - len(roots)):
+            return None
+        return self._mask_trees(np.array(roots), size_N, blocks, shapes)
+
+    def _mask_trees(
+        self,
+        root_N: NDArray[np.int64],
+        size_N: NDArray[np.int64],
+        blocks: Sequence[Sequence[int]],
+        shapes: list[tuple[int, int]],
+    ) -> _MaskedTrees:
+        order = np.concatenate(blocks)
+        width_N = np.repeat([width for _, width in shapes], [count for count, _ in shapes])
+        slot_P = np.arange(int(width_N.sum())) - np.repeat(np.cumsum(width_N) - width_N, width_N)
+        real_P = slot_P < np.repeat(size_N[order], width_N)
+        token_P = np.repeat(root_N[order], width_N) + np.where(real_P, slot_P, 0)
+        slot_T = np.empty(self.total, np.int64)
+        slot_T[token_P[real_P]] = np.flatnonzero(real_P)
+        # The row of each token's mask, and what it sees: the keys of its segment up to its own.
+        row_P = np.cumsum(np.repeat(width_N, width_N)) - np.repeat(width_N, width_N)
+        length_B, keys_B = np.array([s.length for s in self.segments]), np.array(self.key_counts)
+        before_T = np.repeat(np.cumsum(length_B) - length_B, length_B)
+        seen_T = np.repeat(keys_B - length_B, length_B) + np.arange(self.total) - before_T + 1
+        first_T = np.repeat(np.cumsum(keys_B) - keys_B, length_B)
+        key_K = concatenate_ranges([run for s in self.segments for run in s.runs])
+        seen_K = key_K[concatenate_ranges(np.stack((first_T, seen_T), 1))]
+        tree_T = np.repeat(root_N, size_N)
+        mask = np.zeros(int((width_N * width_N).sum()), np.bool_)
+        mask[np.repeat(row_P[slot_T], seen_T) + seen_K - np.repeat(tree_T, seen_T)] = True
+        mask[row_P[~real_P]] = True  # padding sees one token: softmax over none is not a number
+        parts = torch.from_numpy(mask).to(self.device).split([count * width * width for count, width in shapes])
+        return _MaskedTrees(
+            shapes,
+            [part.view(count, 1, width, width) for part, (count, width) in zip(parts, shapes, strict=True)],
+            RowGather(token_P, self.total, self.device, real_P=real_P),
+            RowGather(slot_T, len(token_P), self.device),
+        )
+
     def get_mask(self, queries: int, keys: int, window: int | None) -> Tensor | None:
         """The mask of a block, [S, N]; None where it is plainly causal."""
         if queries == keys and window is None:
@@ -251,6 +334,9 @@ class TreeAttentionBackend:
             return _attend_selected(view, inputs, self._select_tokens(layer, index, view), block)
         if can_fuse(q_THd, v_MGe) and params.softcap is None:
             return _attend_varlen(view, inputs)
+        is_plain = window is None and params.chunk is None and params.softcap is None and inputs.sinks_H is None
+        if is_plain and self._device.type == "cpu" and view.masked_trees is not None:
+            return _attend_trees(view.masked_trees, inputs)
         return _attend_padded(view, inputs)
 
     def recurrent_state(self, layer: int) -> FreshRecurrentState:
@@ -423,6 +509,18 @@ def _attend_selected(
         for q_SHd, k_KGd, v_KGe, selected in zip(q_THd.split(lengths), k, v, selections, strict=True)
     ]
     return torch.cat(outs)
+
+
+def _attend_trees(trees: _MaskedTrees, inputs: AttentionInputs) -> Tensor:
+    q_THd, k_TGd, v_TGe, params, *_ = inputs
+    tokens = [count * width for count, width in trees.shapes]
+    q, k, v = (gather_rows(x, trees.tokens).split(tokens) for x in (q_THd, k_TGd, v_TGe))
+    outs: list[Tensor] = []
+    for shape, mask, *block in zip(trees.shapes, trees.masks, q, k, v, strict=True):
+        q_BHSd, k_BGSd, v_BGSe = (x.unflatten(0, shape).transpose(1, 2) for x in block)
+        out_BHSe = sdpa_attention(q_BHSd, k_BGSd, v_BGSe, params.scale, mask)
+        outs.append(out_BHSe.transpose(1, 2).flatten(0, 1))
+    return gather_rows(outs[0] if len(outs) == 1 else torch.cat(outs), trees.restore)
 
 
 def _attend_padded(view: _SegmentView, inputs: AttentionInputs) -> Tensor:

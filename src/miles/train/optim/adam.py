@@ -145,7 +145,7 @@ class Adam:
         if not masters:
             return
         config, device = self._config, masters[0].device
-        # The fused kernel reads the step counts on its device; torch's other implementation on the host.
+        # The fused kernels, one on the CPU too, are one pass over memory; they read the step counts on their device.
         counts = torch.tensor(steps, dtype=torch.float32).to(device, non_blocking=True).unbind()
         adamw(
             masters,
@@ -154,8 +154,8 @@ class Adam:
             seconds,
             [],
             list(counts),
-            fused=device.type == "cuda",
-            foreach=device.type != "cuda",
+            fused=device.type in ("cuda", "cpu"),
+            foreach=device.type not in ("cuda", "cpu"),
             amsgrad=False,
             beta1=config.adam_beta1,
             beta2=config.adam_beta2,
