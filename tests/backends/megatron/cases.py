@@ -24,6 +24,7 @@ from transformers import (
 
 from miles.backends.fsdp.local_model import LocalModel
 from miles.backends.fsdp.lora_model import LoraModel, LoraReference, UnmergedLoraModel
+from miles.cluster import parallel_dims
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.types import Batch, Sample
 from miles.kernels.attention.varlen import VarlenAttentionBackend
@@ -259,6 +260,15 @@ def shared(
             return found
         finally:
             destroy_parallel_state()
+
+
+def shared_scanning(rank: int, world: int, scanned: int, *args: Any) -> dict[str, Any]:
+    """``shared`` where recurrent layers scan chunks of ``scanned`` tokens and more on their context ranks."""
+    usual, parallel_dims.MIN_SCANNED_CHUNK = parallel_dims.MIN_SCANNED_CHUNK, scanned
+    try:
+        return shared(rank, world, *args)
+    finally:
+        parallel_dims.MIN_SCANNED_CHUNK = usual
 
 
 def handed(rank: int, world: int, folder: Path, made: ParallelDims, read: ParallelDims, out: Path) -> None:

@@ -83,6 +83,27 @@ def test_a_step_of_any_layout_is_the_step_of_one_process(tmp_path: Path, case: C
         assert wanted["metrics"]["routing_mismatch_ratio"] > 0.1
 
 
+PASSED_ON = [
+    Case("qwen3_next", CONTEXT, DISTRIBUTED_OPTIMIZER),
+    Case("nemotron_3_super", CONTEXT, SELECTIVE),
+    Case("kimi_linear", CONTEXT, AGAIN),
+    Case("lfm2", {"context": 2}),
+    Case("qwen3_5", {"context": 2, "tensor": 2, "sequence": True}, AGAIN),
+    Case("nemotron_h", {"context": 4}),
+]
+
+
+@pytest.mark.parametrize("case", PASSED_ON, ids=str)
+def test_context_ranks_that_pass_states_on_make_the_step_of_one_process(tmp_path: Path, case: Case):
+    """Also over chunks shorter than a convolution reads."""
+    folder, batch, algo = cases.written(tmp_path / "model", case.kind), cases.samples(case.kind), algo_of(case.kind)
+    wanted = cases.alone(folder, batch, algo)
+    where = layout(case.sizes)
+    for found in ranks(where.world, cases.shared_scanning, 0, folder, where, case.flags, batch, algo, None):
+        assert not cases.unlike(found["metrics"], wanted["metrics"])
+        assert not cases.apart(found["grads"], wanted["grads"], TOLERANCE.get(case.kind, 1e-4))
+
+
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
