@@ -8,6 +8,7 @@ from tests.backends.fsdp.load import load_fsdp_model
 from miles.algo.config import AlgoConfig
 from miles.algo.registry import NO_ALGO_HOOKS, build_reducer, select_metric_reducer
 from miles.backends.fsdp.device_mesh import FsdpMesh
+from miles.cluster import parallel_dims
 from miles.cluster.parallel_dims import ParallelDims
 from miles.kernels.numerics import BATCH_INVARIANT
 from miles.models.checkpoint import hf
@@ -15,6 +16,15 @@ from miles.models.families import spec_from_config
 from miles.train.batch_tensors import flatten_batch
 from miles.train.config import TrainConfig
 from miles.train.grad_accumulation import LogprobReader, build_micro_batches
+
+
+def gap_of_scanned_chunks(*given):
+    """``gap_on_a_rank`` where recurrent layers scan chunks of any length on their context rank."""
+    usual, parallel_dims.MIN_SCANNED_CHUNK = parallel_dims.MIN_SCANNED_CHUNK, 0
+    try:
+        return gap_on_a_rank(*given)
+    finally:
+        parallel_dims.MIN_SCANNED_CHUNK = usual
 
 
 def gap_on_a_rank(rank, world, folder, samples, layout, dtype, temperature):

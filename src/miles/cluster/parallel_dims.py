@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from miles.core.errors import UsageError
-from miles.kernels.numerics import Numerics
 from miles.models.parallel import tp_sharding as shard
 from miles.models.spec import DecoderSpec
 
@@ -21,13 +20,12 @@ from miles.models.spec import DecoderSpec
 MIN_SCANNED_CHUNK = 64
 
 
-def splits_scans(lengths: Sequence[int], context: int, numerics: Numerics) -> bool:
-    """Return whether recurrent layers scan the chunks of sequences on their context rank and hand states on.
+def splits_scans(lengths: Sequence[int], context: int) -> bool:
+    """Return whether recurrent layers scan the chunks of sequences on their context rank and pass states on.
 
-    A scan of chunks rounds otherwise than a whole one, and the states of short chunks are larger than their tokens.
-    Each rank has two chunks of a sequence.
+    The states of short chunks are larger than their tokens. Each rank has two chunks of a sequence.
     """
-    return not numerics.batch_invariant and sum(lengths) >= MIN_SCANNED_CHUNK * 2 * context * len(lengths)
+    return sum(lengths) >= MIN_SCANNED_CHUNK * 2 * context * len(lengths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.backends.megatron import cases
-from tests.backends.megatron.exact_ranks import exact_step, step_of
+from tests.backends.megatron.exact_ranks import exact_step, exact_step_scanning, step_of
 from tests.backends.megatron.test_decoder_modules import SELECTIVE, TOLERANCE
 from tests.backends.megatron.test_exact import check_parity, sample_from, write_model
 from tests.backends.megatron.test_model import AGAIN, DISTRIBUTED_OPTIMIZER, INTERLEAVED, Case, algo_of, layout
@@ -154,6 +154,29 @@ def test_exact_log_probs_are_the_engines(tmp_path: Path, case: Case, dtype: torc
         fast = decoder_of(decoder.spec, torch.float32, numerics=FAST)
         wanted = step_of(LocalModel(fast), samples, SINGLE_RANK, {}, TEMPERATURE)
         assert not cases.apart(found[0]["grads"], wanted["grads"], 1e-3)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("qwen3_next", CONTEXT, AGAIN),
+        Case("nemotron_3_super", CONTEXT, SELECTIVE),
+        Case("kimi_linear", {"context": 2}),
+        Case("nemotron_h", {"context": 4}, AGAIN),
+    ],
+    ids=str,
+)
+def test_exact_log_probs_of_context_ranks_that_pass_states_on_are_the_engines(tmp_path: Path, case: Case):
+    decoder = write_model(tmp_path, case.kind, torch.float32)
+    samples = sample_from(decoder)
+    where = layout(case.sizes)
+    given = (tmp_path, where, case.flags, samples, {}, torch.float32, TEMPERATURE)
+    found = ranks(where.world, exact_step_scanning, 0, *given)
+    for each in found:
+        check_parity(each["metrics"])
+    fast = decoder_of(decoder.spec, torch.float32, numerics=FAST)
+    wanted = step_of(LocalModel(fast), samples, SINGLE_RANK, {}, TEMPERATURE)
+    assert not cases.apart(found[0]["grads"], wanted["grads"], 1e-3)
 
 
 def recorded(kind: str, seed: int = 3) -> tuple[Sample, ...]:

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from miles.backends.fsdp.autograd_collectives import CollectiveGroup, gather_from_sequence_region, gather_replicated
+from miles.backends.fsdp.autograd_collectives import gather_from_sequence_region, gather_replicated
+from miles.backends.fsdp.device_mesh import CommGroup
 from miles.cluster.parallel_dims import splits_scans
 from miles.kernels.attention.compressed import CompressorInputs
 from miles.kernels.attention.indexer_replay import IndexerSelections
@@ -83,7 +84,7 @@ class ContextParallelAttention:
         self,
         segments: Sequence[Segment],
         own: int,
-        group: CollectiveGroup,
+        group: CommGroup,
         device: torch.device,
         *,
         lengths: Sequence[int],
@@ -136,7 +137,7 @@ class ContextParallelTokens:
     mine_r: Tensor
     where_R: Tensor
     most: int
-    group: CollectiveGroup
+    group: CommGroup
 
     def join(self, x_r: Tensor) -> Tensor:
         missing = self.most - len(x_r)
@@ -219,7 +220,7 @@ def _segments(tree_nodes: Sequence[TreeNode], assignment: _Assignment, rank: int
 
 def shard_batch(
     rows: PackedRows,
-    group: CollectiveGroup,
+    group: CommGroup,
     *,
     numerics: Numerics,
     multiple: int = 1,
@@ -261,7 +262,7 @@ def shard_batch(
             group,
             device,
             lengths=lengths,
-            shard=_build_sequence_shard(assignment, lengths, own_t, place_T, group, numerics),
+            shard=_build_sequence_shard(assignment, lengths, own_t, place_T, group),
             numerics=numerics,
             selections=selections,
         ),
@@ -281,8 +282,7 @@ def _build_sequence_shard(
     lengths: Sequence[int],
     own_t: Tensor,
     place_T: Tensor,
-    group: CollectiveGroup,
-    numerics: Numerics,
+    group: CommGroup,
 ) -> ContextSequenceShard:
     """This rank's part of the sequences for recurrent layers, and whether they scan it alone."""
     rank, world = group.rank, group.world
@@ -292,15 +292,14 @@ def _build_sequence_shard(
         place_T=place_T,
         own_t=own_t,
         fill=fill,
-        rank=rank,
-        world=world,
+        group=group,
         gather_rows=partial(gather_from_sequence_region, group=group),
         bounds_N=bounds_N,
-        parts=list_parts(bounds_N, rank, world, fill) if splits_scans(lengths, world, numerics) else None,
+        parts=list_parts(bounds_N, rank, world, fill) if splits_scans(lengths, world) else None,
     )
 
 
-def _tokens(owner_R: Tensor, mine_r: Tensor, group: CollectiveGroup) -> ContextParallelTokens:
+def _tokens(owner_R: Tensor, mine_r: Tensor, group: CommGroup) -> ContextParallelTokens:
     number = owner_R.bincount(minlength=group.world)
     most = int(number.max())
     by_owner_R = owner_R.argsort(stable=True)

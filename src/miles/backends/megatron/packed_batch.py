@@ -260,9 +260,7 @@ def build_slots(lengths: Sequence[int], *, rank: int, context: int, multiple: in
     return SlotLayout(np.concatenate(sources), np.concatenate(places), padded, pieces)
 
 
-def build_sequence_shard(
-    slots: SlotLayout, group: MegatronGroup, device: torch.device, numerics: Numerics
-) -> ContextSequenceShard:
+def build_sequence_shard(slots: SlotLayout, group: MegatronGroup, device: torch.device) -> ContextSequenceShard:
     """Return this rank's part of the padded sequences for recurrent layers, and whether it scans that part alone.
 
     A rank has chunk ``rank`` of every sequence and its mirror image, so a slot's place follows from its number.
@@ -280,13 +278,12 @@ def build_sequence_shard(
     order_M = np.empty(each * group.world, np.int64)
     order_M[place_rt.ravel()] = np.arange(each * group.world)
     bounds_N = [np.arange(slots.pieces + 1) * (length // slots.pieces) for length in slots.lengths]
-    is_split = splits_scans(slots.lengths, group.world, numerics)
+    is_split = splits_scans(slots.lengths, group.world)
     return ContextSequenceShard(
         place_T=torch.from_numpy(order_M).to(device),
         own_t=torch.from_numpy(place_rt[group.rank].copy()).to(device),
         fill=0,
-        rank=group.rank,
-        world=group.world,
+        group=group,
         gather_rows=partial(gather_from_sequence_parallel_region, group=group.process_group),
         bounds_N=bounds_N,
         parts=list_parts(bounds_N, group.rank, group.world, 0) if is_split else None,
@@ -578,7 +575,7 @@ def _shard(
     segments = build_segments(slots, rank=group.rank, context=group.world)
     backend_class = BatchInvariantTreeBackend if numerics.batch_invariant else TreeAttentionBackend
     inner = backend_class(segments, device, keys=group.world * len(source_t), selections=selections)
-    shard = build_sequence_shard(slots, group, device, numerics)
+    shard = build_sequence_shard(slots, group, device)
     positions_t = torch.from_numpy(slots.place_t).to(device)
     positions_T = prepare_positions(rows.images, spec, rows.positions_T)
     if positions_T.dim() == 2:

@@ -147,6 +147,12 @@ class SequenceShard(Protocol):
         """
         ...
 
+    def carry_states(self, start_Nx: Tensor, step: Callable[[int, Tensor], Tensor], *, reverse: bool = False) -> None:
+        """Call ``step`` for the early chunks of this rank (0) and for its late ones (1), each with what the step of the
+        chunks before them returned, from ``start_Nx`` on; in ``reverse`` from the last chunk to the first.
+        """
+        ...
+
     def gather(self, x_t: Tensor) -> Tensor:
         """Return the rows of all ranks, in the order of the sequences."""
         ...

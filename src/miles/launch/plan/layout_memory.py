@@ -221,7 +221,7 @@ def estimate_rank_activations(
     ``longest``; ``lora`` is what is trained, if not all.
     """
     longest = tokens if longest is None else min(longest, tokens)
-    is_split = splits_scans([longest], layout.context, numerics)
+    is_split = splits_scans([longest], layout.context)
     stage = get_pipeline_stage(spec, layout)
     shard = stage if isinstance(stage, HfAdapterSpec) else shard_spec(stage, layout.tensor)
     return activation_bytes(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,6 +23,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from miles.kernels.attention.gather_rows import index_rows
+
+
+class ContextGroup(Protocol):
+    """The context ranks, seen from one of them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    def send(self, x: Tensor, rank: int) -> None:
+        """Send ``x`` to a rank, which receives it."""
+        ...
+
+    def receive(self, like: Tensor, rank: int) -> Tensor:
+        """Return what a rank sends, of the shape and type of ``like``."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +54,7 @@ class ContextSequenceShard:
     place_T: Tensor
     own_t: Tensor
     fill: int
-    rank: int
-    world: int
+    group: ContextGroup
     gather_rows: Callable[[Tensor], Tensor]
     bounds_N: Sequence[NDArray[np.int64]]
     parts: Sequence[int] | None
@@ -45,7 +63,7 @@ class ContextSequenceShard:
     def read_earlier(self, x_tC: Tensor, count: int) -> Tensor:
         assert self.parts is not None
         if count not in self.neighbors:
-            found = _find_neighbors(self.bounds_N, self.rank, self.world, count, len(x_tC))
+            found = _find_neighbors(self.bounds_N, self.group.rank, self.group.world, count, len(x_tC))
             sent, read = (torch.from_numpy(rows).to(x_tC.device) for rows in found)
             self.neighbors[count] = sent, read
         sent, read = self.neighbors[count]
@@ -56,7 +74,7 @@ class ContextSequenceShard:
 
     def pass_states(self, ends_Bx: Tensor, advance: Callable[[Tensor | None, Tensor], Tensor]) -> Tensor:
         assert self.parts is not None
-        rank, world = self.rank, self.world
+        rank, world = self.group.rank, self.group.world
         # The last part is padding.
         every = self.gather_rows(ends_Bx[:-1].contiguous()).unflatten(0, (world, -1, 2))
         late = 2 * world - 1 - rank
@@ -68,6 +86,18 @@ class ContextSequenceShard:
         early_Nx = states[rank - 1] if rank else zeros_Nx
         before_Bx = torch.stack((early_Nx, states[late - 1]), 1).flatten(0, 1)
         return torch.cat((before_Bx, zeros_Nx[:1]))
+
+    def carry_states(self, start_Nx: Tensor, step: Callable[[int, Tensor], Tensor], *, reverse: bool = False) -> None:
+        # Chunks go up the ranks and down again, in either direction.
+        group, (first, last) = self.group, (1, 0) if reverse else (0, 1)
+        before, behind = group.rank - 1, group.rank + 1
+        state_Nx = step(first, group.receive(start_Nx, before) if before >= 0 else start_Nx)
+        if behind < group.world:
+            group.send(state_Nx, behind)
+            state_Nx = group.receive(start_Nx, behind)
+        state_Nx = step(last, state_Nx)
+        if before >= 0:
+            group.send(state_Nx, before)
 
     def gather(self, x_t: Tensor) -> Tensor:
         return self.gather_rows(x_t.contiguous()).index_select(0, self.place_T)
