@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 from tests.backends.fsdp.load import load_fsdp_model
+from tests.models.parallel.split_scans import splitting_all
 
 from miles.algo.config import AlgoConfig
 from miles.algo.registry import NO_ALGO_HOOKS, build_reducer, select_metric_reducer
 from miles.backends.fsdp.device_mesh import FsdpMesh
-from miles.cluster import parallel_dims
 from miles.cluster.parallel_dims import ParallelDims
 from miles.kernels.numerics import BATCH_INVARIANT
 from miles.models.checkpoint import hf
@@ -18,13 +18,10 @@ from miles.train.config import TrainConfig
 from miles.train.grad_accumulation import LogprobReader, build_micro_batches
 
 
-def gap_of_scanned_chunks(*given):
-    """``gap_on_a_rank`` where recurrent layers scan chunks of any length on their context rank."""
-    usual, parallel_dims.MIN_SCANNED_CHUNK = parallel_dims.MIN_SCANNED_CHUNK, 0
-    try:
+def gap_of_split_scans(*given):
+    """``gap_on_a_rank`` where recurrent layers pass states on, of sequences of any length."""
+    with splitting_all():
         return gap_on_a_rank(*given)
-    finally:
-        parallel_dims.MIN_SCANNED_CHUNK = usual
 
 
 def gap_on_a_rank(rank, world, folder, samples, layout, dtype, temperature):

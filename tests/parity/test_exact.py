@@ -350,7 +350,7 @@ def test_context_ranks_that_carry_states_from_chunk_to_chunk_read_the_same_bits(
     asked = requests_of(decoder.spec.vocab_size, groups=2, each=2)
     samples = samples_of(asked, ask(engine_of(decoder), asked))
     given = (str(tmp_path), samples, {"context": world}, torch.bfloat16, TEMPERATURE)
-    found = ranks(world, rank_planes.gap_of_scanned_chunks, *given)
+    found = ranks(world, rank_planes.gap_of_split_scans, *given)
     assert [wrong for wrong, _ in found] == [0] * world and found[0][1] > 0
 
 

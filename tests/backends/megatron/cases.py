@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from tests.backends.megatron import mixer_cases
+from tests.models.parallel.split_scans import splitting_all
 from tests.train.small_trainer import EPS, ragged, sample, worker
 from torch.nn import functional as F
 from transformers import (
@@ -24,7 +25,6 @@ from transformers import (
 
 from miles.backends.fsdp.local_model import LocalModel
 from miles.backends.fsdp.lora_model import LoraModel, LoraReference, UnmergedLoraModel
-from miles.cluster import parallel_dims
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.types import Batch, Sample
 from miles.kernels.attention.varlen import VarlenAttentionBackend
@@ -262,13 +262,10 @@ def shared(
             destroy_parallel_state()
 
 
-def shared_scanning(rank: int, world: int, scanned: int, *args: Any) -> dict[str, Any]:
-    """``shared`` where recurrent layers scan chunks of ``scanned`` tokens and more on their context ranks."""
-    usual, parallel_dims.MIN_SCANNED_CHUNK = parallel_dims.MIN_SCANNED_CHUNK, scanned
-    try:
+def shared_splitting(rank: int, world: int, *args: Any) -> dict[str, Any]:
+    """``shared`` where recurrent layers pass states on, of sequences of any length."""
+    with splitting_all():
         return shared(rank, world, *args)
-    finally:
-        parallel_dims.MIN_SCANNED_CHUNK = usual
 
 
 def handed(rank: int, world: int, folder: Path, made: ParallelDims, read: ParallelDims, out: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from tests.backends.megatron import cases
+from tests.models.parallel.split_scans import splitting_all
 from tests.train.small_trainer import worker
 
-from miles.cluster import parallel_dims
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.types import Batch, Sample
 from miles.kernels.numerics import BATCH_INVARIANT, Numerics
@@ -61,13 +61,10 @@ def hand_over(
             destroy_parallel_state()
 
 
-def exact_step_scanning(rank: int, world: int, scanned: int, *args: Any) -> dict[str, Any]:
-    """``exact_step`` where recurrent layers scan chunks of ``scanned`` tokens and more on their context ranks."""
-    usual, parallel_dims.MIN_SCANNED_CHUNK = parallel_dims.MIN_SCANNED_CHUNK, scanned
-    try:
+def exact_step_splitting(rank: int, world: int, *args: Any) -> dict[str, Any]:
+    """``exact_step`` where recurrent layers pass states on, of sequences of any length."""
+    with splitting_all():
         return exact_step(rank, world, *args)
-    finally:
-        parallel_dims.MIN_SCANNED_CHUNK = usual
 
 
 def exact_step(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.backends.megatron import cases
-from tests.backends.megatron.exact_ranks import exact_step, exact_step_scanning, step_of
+from tests.backends.megatron.exact_ranks import exact_step, exact_step_splitting, step_of
 from tests.backends.megatron.test_decoder_modules import SELECTIVE, TOLERANCE
 from tests.backends.megatron.test_exact import check_parity, sample_from, write_model
 from tests.backends.megatron.test_model import AGAIN, DISTRIBUTED_OPTIMIZER, INTERLEAVED, Case, algo_of, layout
@@ -99,7 +99,7 @@ def test_context_ranks_that_pass_states_on_make_the_step_of_one_process(tmp_path
     folder, batch, algo = cases.written(tmp_path / "model", case.kind), cases.samples(case.kind), algo_of(case.kind)
     wanted = cases.alone(folder, batch, algo)
     where = layout(case.sizes)
-    for found in ranks(where.world, cases.shared_scanning, 0, folder, where, case.flags, batch, algo, None):
+    for found in ranks(where.world, cases.shared_splitting, folder, where, case.flags, batch, algo, None):
         assert not cases.unlike(found["metrics"], wanted["metrics"])
         assert not cases.apart(found["grads"], wanted["grads"], TOLERANCE.get(case.kind, 1e-4))
 
@@ -171,7 +171,7 @@ def test_exact_log_probs_of_context_ranks_that_pass_states_on_are_the_engines(tm
     samples = sample_from(decoder)
     where = layout(case.sizes)
     given = (tmp_path, where, case.flags, samples, {}, torch.float32, TEMPERATURE)
-    found = ranks(where.world, exact_step_scanning, 0, *given)
+    found = ranks(where.world, exact_step_splitting, *given)
     for each in found:
         check_parity(each["metrics"])
     fast = decoder_of(decoder.spec, torch.float32, numerics=FAST)

@@ -1,7 +1,7 @@
 """Context parallelism: the tokens of a micro-batch are sharded, queries stay local, keys and values are all-gathered.
 
-So are the keys of indexers and what compressed attention pools. Recurrent layers scan each part where it is, and hand
-their states on.
+So are the keys of indexers and what compressed attention pools. Recurrent layers pass states between ranks, or
+exchange whole sequences (``models.parallel.sequence_shard``).
 
     segment  |0|1|2|3|4|5|6|7|      with 4 ranks; rank 0 has chunks 0 and 7, rank 1 has 1 and 6, ...
 
@@ -28,16 +28,22 @@ from torch.nn import functional as F
 
 from miles.backends.fsdp.autograd_collectives import gather_from_sequence_region, gather_replicated
 from miles.backends.fsdp.device_mesh import CommGroup
-from miles.cluster.parallel_dims import splits_scans
+from miles.cluster.parallel_dims import assign_scans
 from miles.kernels.attention.compressed import CompressorInputs
 from miles.kernels.attention.indexer_replay import IndexerSelections
-from miles.kernels.attention.params import AttentionInputs, BlockIndexerInputs, IndexerInputs, RelativeBias
+from miles.kernels.attention.params import (
+    AttentionInputs,
+    BlockIndexerInputs,
+    IndexerInputs,
+    RelativeBias,
+    ShardedSequences,
+)
 from miles.kernels.attention.tree import KeyRuns, Segment, TreeAttentionBackend
 from miles.kernels.attention.varlen import FreshRecurrentState
 from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend
 from miles.kernels.numerics import Numerics
 from miles.models.layers.attention_backend import AttentionBackend
-from miles.models.parallel.sequence_shard import ContextSequenceShard, find_owner, list_parts
+from miles.models.parallel.sequence_shard import find_owner, shard_sequences
 from miles.models.vision.inputs import VisionInputs
 from miles.train.logprobs import ContextShard
 from miles.train.packed_images import PackedImages, select_range
@@ -88,7 +94,7 @@ class ContextParallelAttention:
         device: torch.device,
         *,
         lengths: Sequence[int],
-        shard: ContextSequenceShard,
+        shard: ShardedSequences,
         numerics: Numerics,
         selections: IndexerSelections | None = None,
     ) -> None:
@@ -262,7 +268,14 @@ def shard_batch(
             group,
             device,
             lengths=lengths,
-            shard=_build_sequence_shard(assignment, lengths, own_t, place_T, group),
+            shard=shard_sequences(
+                np.array([[size for _, size in pieces] for pieces in assignment.pieces]),
+                assign_scans(lengths, world),
+                more,
+                group,
+                partial(gather_from_sequence_region, group=group),
+                device,
+            ),
             numerics=numerics,
             selections=selections,
         ),
@@ -274,28 +287,6 @@ def shard_batch(
         fill=more,
         vision=None if vision is None else select_range(vision, place_T, rank * assignment.size, assignment.size),
         selections=selections,
-    )
-
-
-def _build_sequence_shard(
-    assignment: _Assignment,
-    lengths: Sequence[int],
-    own_t: Tensor,
-    place_T: Tensor,
-    group: CommGroup,
-) -> ContextSequenceShard:
-    """This rank's part of the sequences for recurrent layers, and whether they scan it alone."""
-    rank, world = group.rank, group.world
-    fill = assignment.size - len(own_t)
-    bounds_N = [np.cumsum([0, *(n for _, n in pieces)]) for pieces in assignment.pieces]
-    return ContextSequenceShard(
-        place_T=place_T,
-        own_t=own_t,
-        fill=fill,
-        group=group,
-        gather_rows=partial(gather_from_sequence_region, group=group),
-        bounds_N=bounds_N,
-        parts=list_parts(bounds_N, rank, world, fill) if splits_scans(lengths, world) else None,
     )
 
 

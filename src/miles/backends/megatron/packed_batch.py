@@ -26,18 +26,24 @@ from torch import Tensor
 
 from miles.backends.megatron.parallel_state import MegatronGroup, ParallelState
 from miles.backends.megatron.router import RouterBalance, RouterLoss
-from miles.cluster.parallel_dims import splits_scans
+from miles.cluster.parallel_dims import assign_scans
 from miles.core.errors import MilesError, UsageError
 from miles.kernels.attention.compressed import CompressorInputs
 from miles.kernels.attention.indexer_replay import IndexerSelections
-from miles.kernels.attention.params import AttentionInputs, BlockIndexerInputs, IndexerInputs, RelativeBias
+from miles.kernels.attention.params import (
+    AttentionInputs,
+    BlockIndexerInputs,
+    IndexerInputs,
+    RelativeBias,
+    ShardedSequences,
+)
 from miles.kernels.attention.tree import Segment, TreeAttentionBackend
 from miles.kernels.attention.varlen import FreshRecurrentState
 from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend
 from miles.kernels.numerics import FAST, Numerics
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.rope import Positions
-from miles.models.parallel.sequence_shard import ContextSequenceShard, list_parts
+from miles.models.parallel.sequence_shard import shard_sequences
 from miles.models.spec import DecoderSpec
 from miles.models.vision.inputs import VisionInputs
 from miles.train.batch_tensors import RoutedExpertsCache
@@ -181,7 +187,7 @@ class GatheredKVAttention:
         inner: TreeAttentionBackend | BatchInvariantTreeBackend,
         group: MegatronGroup,
         lengths: Sequence[int],
-        shard: ContextSequenceShard,
+        shard: ShardedSequences,
     ) -> None:
         self._inner, self._group = inner, group
         self._lengths, self._shard = lengths, shard
@@ -258,36 +264,6 @@ def build_slots(lengths: Sequence[int], *, rank: int, context: int, multiple: in
         places.append(np.where(place < real, place, 0))
         start += real
     return SlotLayout(np.concatenate(sources), np.concatenate(places), padded, pieces)
-
-
-def build_sequence_shard(slots: SlotLayout, group: MegatronGroup, device: torch.device) -> ContextSequenceShard:
-    """Return this rank's part of the padded sequences for recurrent layers, and whether it scans that part alone.
-
-    A rank has chunk ``rank`` of every sequence and its mirror image, so a slot's place follows from its number.
-    """
-    each = len(slots.source_t)
-    place_rt = np.empty((group.world, each), np.int64)
-    start = offset = 0
-    for length in slots.lengths:
-        size = length // slots.pieces
-        chunk = np.arange(size)
-        for rank in range(group.world):
-            place_rt[rank, offset : offset + size] = start + rank * size + chunk
-            place_rt[rank, offset + size : offset + 2 * size] = start + (slots.pieces - 1 - rank) * size + chunk
-        start, offset = start + length, offset + 2 * size
-    order_M = np.empty(each * group.world, np.int64)
-    order_M[place_rt.ravel()] = np.arange(each * group.world)
-    bounds_N = [np.arange(slots.pieces + 1) * (length // slots.pieces) for length in slots.lengths]
-    is_split = splits_scans(slots.lengths, group.world)
-    return ContextSequenceShard(
-        place_T=torch.from_numpy(order_M).to(device),
-        own_t=torch.from_numpy(place_rt[group.rank].copy()).to(device),
-        fill=0,
-        group=group,
-        gather_rows=partial(gather_from_sequence_parallel_region, group=group.process_group),
-        bounds_N=bounds_N,
-        parts=list_parts(bounds_N, group.rank, group.world, 0) if is_split else None,
-    )
 
 
 def build_segments(slots: SlotLayout, *, rank: int, context: int) -> list[Segment]:
@@ -575,7 +551,14 @@ def _shard(
     segments = build_segments(slots, rank=group.rank, context=group.world)
     backend_class = BatchInvariantTreeBackend if numerics.batch_invariant else TreeAttentionBackend
     inner = backend_class(segments, device, keys=group.world * len(source_t), selections=selections)
-    shard = build_sequence_shard(slots, group, device)
+    shard = shard_sequences(
+        np.repeat(np.array(slots.lengths)[:, None] // slots.pieces, slots.pieces, 1),
+        assign_scans(slots.lengths, group.world),
+        0,
+        group,
+        partial(gather_from_sequence_parallel_region, group=group.process_group),
+        device,
+    )
     positions_t = torch.from_numpy(slots.place_t).to(device)
     positions_T = prepare_positions(rows.images, spec, rows.positions_T)
     if positions_T.dim() == 2:

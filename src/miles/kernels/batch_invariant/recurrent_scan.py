@@ -150,7 +150,7 @@ def _run_chunks(rule: _Rule, inputs: tuple[Tensor, ...], shard: SequenceShard, s
     whole sequences to the last bit, and as late as there.
     """
     parts = shard.parts
-    assert parts is not None and len(inputs[0]) == sum(parts)
+    assert len(inputs[0]) == sum(parts), f"got {len(inputs[0])} tokens for parts of {sum(parts)} in all"
     rows_Cr = _find_chunk_rows(tuple(parts), inputs[0].device)
     chunks = [x if i in rule.weights else x.index_select(0, row_r) for row_r in rows_Cr for i, x in enumerate(inputs)]
     outs: tuple[Tensor, Tensor] = _ShardedRecurrence.apply(rule, shard, state, *chunks)  # pyright: ignore[reportAssignmentType]
@@ -165,7 +165,6 @@ class _ShardedRecurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rule: _Rule, shard: SequenceShard, state: tuple[int, ...], *inputs: Tensor) -> Any:
-        assert shard.parts is not None
         chunks = inputs[: len(inputs) // 2], inputs[len(inputs) // 2 :]
         lengths = shard.parts[:-1:2], shard.parts[1:-1:2]
         outs: list[Tensor] = []

@@ -1,13 +1,16 @@
-"""Context parallelism of recurrent layers: each rank scans its zigzag chunks of the sequences, states are passed on.
+"""Context parallelism of recurrent layers: ranks scan whole sequences, or zigzag chunks of them and pass states on.
 
     sequence |0|1|2|3|4|5|6|7|      with 4 ranks; rank 0 has chunks 0 and 7, rank 1 has 1 and 6, ...
 
-A chunk is contiguous, so that a scan needs of earlier chunks their states alone, and a convolution their last inputs.
-Tokens therefore stay where attention has them: bringing them into one contiguous chunk per rank, and back, would be two
-all-to-alls of all channels of all tokens in every layer, for half as many states.
+Of many sequences each is scanned by one rank, which collects its tokens by all-to-all and sends outputs back: that
+needs no states. Sequences that are too long for this to be even are split (``assign_scans``) into the chunks that
+attention has. A chunk is contiguous, so that a scan needs of earlier chunks their states alone, and a convolution their
+last inputs. To bring a split sequence into one chunk per rank first, and back, would move all channels of all its
+tokens twice in every layer, for half as many states.
 
-Shapes: t tokens of this rank, T of all ranks in the order of the sequences; N sequences, B = 2 * N + 1 parts of this
-rank: the early and the late chunk of each sequence, and padding; C channels; S rows that all ranks send.
+Shapes: t tokens of this rank, S of the sequences that it scans whole; N sequences, c = 2 * world chunks of each, B =
+2 * N + 1 parts of this rank: the early and the late chunk of each sequence, and padding; C channels; R rows that all
+ranks send.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from miles.kernels.attention.gather_rows import index_rows
+from miles.kernels.attention.params import ShardedSequences
+from miles.models.parallel.expert_dispatch import all_to_all_rows
 
 
 class ContextGroup(Protocol):
@@ -34,6 +39,10 @@ class ContextGroup(Protocol):
     @property
     def world(self) -> int: ...
 
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Exchange rows: ``sent[i]`` rows of ``x`` go to rank i, ``received[i]`` come from it."""
+        ...
+
     def send(self, x: Tensor, rank: int) -> None:
         """Send ``x`` to a rank, which receives it."""
         ...
@@ -43,27 +52,55 @@ class ContextGroup(Protocol):
         ...
 
 
+def shard_sequences(
+    sizes_Nc: NDArray[np.int64],
+    owners: Sequence[int | None],
+    fill: int,
+    group: ContextGroup,
+    gather_rows: Callable[[Tensor], Tensor],
+    device: torch.device,
+) -> ShardedSequences:
+    """Return which tokens of this rank belong to sequences that are split, and which to those that a rank scans whole.
+
+    ``sizes_Nc`` are the tokens of each chunk of each sequence. A rank has its early and its late chunk of every
+    sequence, in this order, and ``fill`` tokens of padding behind them. ``owners`` are the ranks that scan whole
+    sequences; None: split. ``gather_rows`` is a differentiable all-gather over the ``group``.
+    """
+    is_split_N = np.array([owner is None for owner in owners])
+    early_N, late_N = sizes_Nc[:, group.rank], sizes_Nc[:, 2 * group.world - 1 - group.rank]
+    split = whole = rows = None
+    if is_split_N.any():
+        parts = np.stack((early_N, late_N), 1)[is_split_N].ravel().tolist()
+        split = ContextSequenceShard(
+            group=group, gather_rows=gather_rows, sizes_Nc=sizes_Nc[is_split_N], parts=[*parts, fill]
+        )
+    if not is_split_N.all():
+        owner_N = np.array([owner for owner in owners if owner is not None])
+        whole_fill = 0 if is_split_N.any() else fill
+        whole = _build_exchange(sizes_Nc[~is_split_N], owner_N, whole_fill, group, device)
+    if split is not None and whole is not None:
+        is_split_t = np.append(np.repeat(is_split_N, early_N + late_N), [True] * fill)
+        split_t, whole_t = (torch.from_numpy(np.flatnonzero(is_t)).to(device) for is_t in (is_split_t, ~is_split_t))
+        rows = split_t, whole_t
+    return ShardedSequences(split, whole, rows)
+
+
+# -- split sequences ------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextSequenceShard:
-    """The SequenceShard of one rank: ``place_T`` is where each token is among the slots of all ranks, ``own_t`` are the
-    tokens of this rank, which has ``fill`` slots more.
+    """The SequenceShard of one rank; ``sizes_Nc`` are the tokens of each chunk of each sequence."""
 
-    ``bounds_N`` are where the chunks of each sequence begin and end. ``gather_rows`` is a differentiable all-gather.
-    """
-
-    place_T: Tensor
-    own_t: Tensor
-    fill: int
     group: ContextGroup
     gather_rows: Callable[[Tensor], Tensor]
-    bounds_N: Sequence[NDArray[np.int64]]
-    parts: Sequence[int] | None
+    sizes_Nc: NDArray[np.int64]
+    parts: Sequence[int]
     neighbors: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def read_earlier(self, x_tC: Tensor, count: int) -> Tensor:
-        assert self.parts is not None
         if count not in self.neighbors:
-            found = _find_neighbors(self.bounds_N, self.group.rank, self.group.world, count, len(x_tC))
+            found = _find_neighbors(self.sizes_Nc, self.group.rank, self.group.world, count, len(x_tC))
             sent, read = (torch.from_numpy(rows).to(x_tC.device) for rows in found)
             self.neighbors[count] = sent, read
         sent, read = self.neighbors[count]
@@ -73,7 +110,6 @@ class ContextSequenceShard:
         return rows_BkC.transpose(1, 2)
 
     def pass_states(self, ends_Bx: Tensor, advance: Callable[[Tensor | None, Tensor], Tensor]) -> Tensor:
-        assert self.parts is not None
         rank, world = self.group.rank, self.group.world
         # The last part is padding.
         every = self.gather_rows(ends_Bx[:-1].contiguous()).unflatten(0, (world, -1, 2))
@@ -99,27 +135,9 @@ class ContextSequenceShard:
         if before >= 0:
             group.send(state_Nx, before)
 
-    def gather(self, x_t: Tensor) -> Tensor:
-        return self.gather_rows(x_t.contiguous()).index_select(0, self.place_T)
-
-    def select(self, x_T: Tensor) -> Tensor:
-        own = x_T.index_select(0, self.own_t)
-        return F.pad(own, (*(0, 0) * (own.ndim - 1), 0, self.fill)) if self.fill else own
-
-
-def find_owner(chunk: int, world: int) -> int:
-    """Return the rank that has a chunk."""
-    return min(chunk, 2 * world - 1 - chunk)
-
-
-def list_parts(bounds_N: Sequence[NDArray[np.int64]], rank: int, world: int, fill: int) -> list[int]:
-    """Return the lengths of a rank's chunks of each sequence, and of its padding."""
-    chunks = (rank, 2 * world - 1 - rank)
-    return [int(bounds[chunk + 1] - bounds[chunk]) for bounds in bounds_N for chunk in chunks] + [fill]
-
 
 def _find_neighbors(
-    bounds_N: Sequence[NDArray[np.int64]], rank: int, world: int, count: int, own: int
+    sizes_Nc: NDArray[np.int64], rank: int, world: int, count: int, own: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Which ``count`` last rows of each of its parts this rank sends, and which of all sent rows its parts read.
 
@@ -128,8 +146,8 @@ def _find_neighbors(
     offset_k = np.arange(count)
     sent: list[NDArray[np.int64]] = []
     read: list[NDArray[np.int64]] = []
-    start, all_sent = 0, world * len(bounds_N) * 2 * count
-    for number, bounds in enumerate(bounds_N):
+    start, all_sent = 0, world * len(sizes_Nc) * 2 * count
+    for number, bounds in enumerate(np.pad(sizes_Nc.cumsum(1), ((0, 0), (1, 0)))):
         for chunk in (rank, 2 * world - 1 - rank):
             first, end = bounds[chunk], bounds[chunk + 1]
             row_k = start + (end - first) - count + offset_k
@@ -138,8 +156,82 @@ def _find_neighbors(
             position_k = first - count + offset_k
             chunk_k = np.searchsorted(bounds, position_k, side="right") - 1
             owner_k = np.minimum(chunk_k, 2 * world - 1 - chunk_k)
-            part_k = (owner_k * len(bounds_N) + number) * 2 + (chunk_k >= world)
+            part_k = (owner_k * len(sizes_Nc) + number) * 2 + (chunk_k >= world)
             slot_k = part_k * count + count - (bounds[chunk_k + 1] - position_k)
             read.append(np.where(position_k >= 0, slot_k, all_sent))
     read.append(np.full(count, all_sent))
     return np.concatenate(sent), np.concatenate(read)
+
+
+# -- whole sequences ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextSequenceExchange:
+    """The SequenceExchange of one rank.
+
+    ``sent_t`` are this rank's tokens in the order in which they are sent, ``sent`` and ``came`` how many go to each
+    rank and come from it, and ``order_S`` sorts those that came. A rank without a sequence of two tokens scans one of
+    ``zeros``, so that all of its weights have a gradient, also those of a decay.
+    """
+
+    group: ContextGroup
+    sent_t: Tensor
+    sent: list[int]
+    came: list[int]
+    order_S: Tensor
+    lengths: Sequence[int]
+    zeros: int
+    fill: int
+
+    def collect(self, x_t: Tensor) -> Tensor:
+        came_S = all_to_all_rows(x_t.index_select(0, self.sent_t), self.sent, self.came, self.group)
+        x_S = came_S.index_select(0, self.order_S)
+        return torch.cat((x_S, x_t.new_zeros(self.zeros, *x_t.shape[1:]))) if self.zeros else x_S
+
+    def send_back(self, x_S: Tensor) -> Tensor:
+        x_S = x_S[: -self.zeros] if self.zeros else x_S
+        sent_S = torch.empty_like(x_S).index_copy_(0, self.order_S, x_S)
+        back_t = all_to_all_rows(sent_S, self.came, self.sent, self.group)
+        own_t = torch.empty_like(back_t).index_copy_(0, self.sent_t, back_t)
+        return F.pad(own_t, (*(0, 0) * (own_t.ndim - 1), 0, self.fill)) if self.fill else own_t
+
+
+def _build_exchange(
+    sizes_Nc: NDArray[np.int64], owner_N: NDArray[np.int64], fill: int, group: ContextGroup, device: torch.device
+) -> ContextSequenceExchange:
+    """Plan the exchange of sequences, each scanned by its owner."""
+    rank, world = group.rank, group.world
+    early_Nr, late_Nr = sizes_Nc[:, :world], sizes_Nc[:, : world - 1 : -1]
+    size_Nr = early_Nr + late_Nr
+    own_N = size_Nr[:, rank]
+    start_N = own_N.cumsum() - own_N
+    by_owner = np.argsort(owner_N, kind="stable")
+    mine = np.flatnonzero(owner_N == rank)
+    came_r = size_Nr[mine].sum(0)
+    # Where this rank's sequences begin among the rows of each rank.
+    begin_nr = size_Nr[mine].cumsum(0) - size_Nr[mine] + came_r.cumsum() - came_r
+    lengths = sizes_Nc[mine].sum(1).tolist()
+    zeros = 2 if max(lengths, default=0) < 2 else 0
+    # Chunks in the order of the sequence: early ones up the ranks, late ones down.
+    begin_nc = np.concatenate((begin_nr, (begin_nr + early_Nr[mine])[:, ::-1]), 1)
+    return ContextSequenceExchange(
+        group=group,
+        sent_t=_list_ranges(start_N[by_owner], own_N[by_owner]).to(device),
+        sent=[int(own_N[owner_N == owner].sum()) for owner in range(world)],
+        came=came_r.tolist(),
+        order_S=_list_ranges(begin_nc.ravel(), sizes_Nc[mine].ravel()).to(device),
+        lengths=[*lengths, zeros] if zeros else lengths,
+        zeros=zeros,
+        fill=fill,
+    )
+
+
+def _list_ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> Tensor:
+    """Return so many numbers from each start on, one range after the other."""
+    return torch.from_numpy(np.arange(counts.sum()) + np.repeat(starts - counts.cumsum() + counts, counts))
+
+
+def find_owner(chunk: int, world: int) -> int:
+    """Return the rank that has a chunk."""
+    return min(chunk, 2 * world - 1 - chunk)
