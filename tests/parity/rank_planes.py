@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from tests.backends.fsdp.load import load_fsdp_model
+from tests.models.parallel.split_scans import splitting_all
 
 from miles.algo.config import AlgoConfig
 from miles.algo.registry import NO_ALGO_HOOKS, build_reducer, select_metric_reducer
@@ -15,6 +16,12 @@ from miles.models.families import spec_from_config
 from miles.train.batch_tensors import flatten_batch
 from miles.train.config import TrainConfig
 from miles.train.grad_accumulation import LogprobReader, build_micro_batches
+
+
+def gap_of_split_scans(*given):
+    """``gap_on_a_rank`` where recurrent layers pass states on, of sequences of any length."""
+    with splitting_all():
+        return gap_on_a_rank(*given)
 
 
 def gap_on_a_rank(rank, world, folder, samples, layout, dtype, temperature):

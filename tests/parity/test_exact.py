@@ -331,6 +331,29 @@ def test_context_ranks_read_the_same_bits_of_recurrent_and_sparse_models(kind, t
     assert [wrong for wrong, _ in found] == [0, 0] and found[0][1] > 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [
+        ("lfm2", 2),
+        ("hybrid qwen3.5", 2),
+        ("hybrid qwen3.5", 4),
+        ("hybrid kimi linear", 2),
+        ("hybrid nemotron h", 2),
+        ("hybrid nemotron h", 4),
+        ("inkling", 2),
+        ("hybrid qwen4", 2),
+    ],
+)
+def test_context_ranks_that_carry_states_from_chunk_to_chunk_read_the_same_bits(kind, world, tmp_path):
+    decoder = decoder_of(spec_of_kind(kind), torch.bfloat16)
+    hf.export(decoder, tmp_path, config=config_of_kind(kind))
+    asked = requests_of(decoder.spec.vocab_size, groups=2, each=2)
+    samples = samples_of(asked, ask(engine_of(decoder), asked))
+    given = (str(tmp_path), samples, {"context": world}, torch.bfloat16, TEMPERATURE)
+    found = ranks(world, rank_planes.gap_of_split_scans, *given)
+    assert [wrong for wrong, _ in found] == [0] * world and found[0][1] > 0
+
+
 def count_differences_of_tensor_ranks(folder, decoder, sequence):
     """How many tokens of a trainer of two tensor ranks differ from those of an engine of two, and of how many."""
     asked = requests_of(decoder.spec.vocab_size, groups=2, each=2, new=4)

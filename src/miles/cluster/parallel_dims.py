@@ -11,23 +11,60 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 
 from miles.core.errors import UsageError
-from miles.kernels.numerics import Numerics
 from miles.models.parallel import tp_sharding as shard
 from miles.models.spec import DecoderSpec
 
-# Average tokens of a chunk from which recurrent layers scan it where it is.
+# Tokens of a chunk from which its state is smaller than they are: sequences with shorter chunks are not split.
 MIN_SCANNED_CHUNK = 64
+# How many times the mean a rank may scan before one more sequence is split.
+MAX_SCAN_IMBALANCE = 1.25
 
 
-def splits_scans(lengths: Sequence[int], context: int, numerics: Numerics) -> bool:
-    """Return whether recurrent layers scan the chunks of sequences on their context rank and hand states on.
+def assign_scans(lengths: Sequence[int], context: int) -> list[int | None]:
+    """Return which context rank scans each sequence in a recurrent layer; None: it is split, and ranks pass states on.
 
-    A scan of chunks rounds otherwise than a whole one, and the states of short chunks are larger than their tokens.
-    Each rank has two chunks of a sequence.
+    Whole sequences need no states, so that as few as possible are split, the longest ones: until ranks scan about
+    equally many tokens. Each rank has two chunks of a split sequence.
+
+    >>> assign_scans([900, 1000, 1000, 900], 2)
+    [0, 0, 1, 1]
+    >>> assign_scans([9000, 1000, 1000], 2)
+    [None, 0, 1]
     """
-    return not numerics.batch_invariant and sum(lengths) >= MIN_SCANNED_CHUNK * 2 * context * len(lengths)
+    total = sum(lengths)
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    long_enough = sum(length >= MIN_SCANNED_CHUNK * 2 * context for length in lengths)
+    best: tuple[int, list[int | None]] | None = None
+    for count in range(long_enough + 1):
+        most, owners = _assign_whole(lengths, order[count:], context)
+        most += sum(lengths[i] for i in order[:count])
+        if best is None or most <= best[0]:
+            best = most, owners
+        if most <= MAX_SCAN_IMBALANCE * total:
+            break
+    assert best is not None
+    return best[1]
+
+
+def compute_scan_imbalance(tokens: int, longest: int, context: int) -> float:
+    """Return how many times its share of ``tokens`` a rank may scan beside it, in sequences of at most ``longest``."""
+    # The longest sequence that is not split may come last, when all ranks have equally many tokens.
+    whole = min(longest, MIN_SCANNED_CHUNK * 2 * context)
+    return max(whole * (context - 1) / tokens, MAX_SCAN_IMBALANCE - 1 if longest > whole else 0.0)
+
+
+def _assign_whole(lengths: Sequence[int], order: Sequence[int], context: int) -> tuple[int, list[int | None]]:
+    """Return the most tokens of any rank, times ``context``, if each sequence goes to the rank that has the fewest."""
+    owners: list[int | None] = [None] * len(lengths)
+    loads = [(0, rank) for rank in range(context)]
+    for i in order:
+        load, rank = loads[0]
+        owners[i] = rank
+        heapreplace(loads, (load + lengths[i], rank))
+    return context * max(load for load, _ in loads), owners
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 from tests.backends.fsdp.load import load_fsdp_model
 from tests.backends.fsdp.sharded_runs import Found, trained
+from tests.models.parallel.split_scans import splitting_all
 from torch import distributed as dist
 
 from miles.backends.fsdp.context_parallel import shard_batch
 from miles.backends.fsdp.device_mesh import CommGroup, FsdpMesh
-from miles.cluster import parallel_dims
 from miles.kernels.attention.gather_rows import index_rows
 from miles.kernels.numerics import FAST
 from miles.models.checkpoint.hf import read_config
@@ -47,12 +47,16 @@ def learnt(decoder, rows, output):
     return loss.item(), torch.stack((logp_R, entropy_R)).detach(), grads
 
 
-def share_of(rank, world, cases, scanned):
+def share_of(rank, world, cases, splits):
     """Each case cut over the ranks; gradients are summands.
 
-    Recurrent layers scan chunks of ``scanned`` tokens and more where they are.
+    If it ``splits``, recurrent layers pass states on, of sequences of any length.
     """
-    parallel_dims.MIN_SCANNED_CHUNK = scanned
+    with splitting_all(splits):
+        return _share_of(rank, cases)
+
+
+def _share_of(rank, cases):
     group, found = CommGroup(dist.group.WORLD, CPU, numerics=FAST), []
     for spec, rows, recompute, multiple, dtype in cases:
         decoder, part = (

@@ -17,10 +17,9 @@ from tests.train.shared_prefix_samples import group
 from miles.algo.loss_aggregation import mean_per_token
 from miles.backends.fsdp.context_parallel import _assign_tokens
 from miles.backends.fsdp.local_model import LocalModel
-from miles.cluster.parallel_dims import MIN_SCANNED_CHUNK, ParallelDims, splits_scans
+from miles.cluster.parallel_dims import MIN_SCANNED_CHUNK, ParallelDims, assign_scans
 from miles.core.token_fields import INDEXER_TOPK
 from miles.kernels.attention.varlen import VarlenAttentionBackend
-from miles.kernels.numerics import BATCH_INVARIANT, FAST
 from miles.models.checkpoint import hf
 from miles.models.decoder import Routing
 from miles.models.families import spec_from_config
@@ -31,10 +30,10 @@ from miles.train.indexer_replay import build_selections
 from miles.train.logprobs import HeadOutput
 
 
-def rows_for(spec, *, share, replay, seed=0, prompt=11):
+def rows_for(spec, *, share, replay, seed=0, longer=5):
     rng = np.random.default_rng(seed)
     experts = (len(spec.moe_layers), spec.moe.num_experts, spec.moe.experts_per_token) if replay else None
-    samples = [s for i in range(2) for s in group(rng, i, prompt=prompt + 5 * i, replies=(7, 1, 20), experts=experts)]
+    samples = [s for i in range(2) for s in group(rng, i, prompt=11 + longer * i, replies=(7, 1, 20), experts=experts)]
     if choices := build_indexer_layout(spec) if replay else None:
         samples = [with_choices(rng, s, choices, unit_of(spec)) for s in samples]
     flat = flatten_batch(group_by_trajectory(samples), mean_per_token)
@@ -74,9 +73,9 @@ def off(found, wanted):
     return np.abs(found - wanted).max() / max(np.abs(wanted).max(), 1e-3)
 
 
-def compare(world, cases, *, scanned=MIN_SCANNED_CHUNK):
+def compare(world, cases, *, splits=False):
     wanted = [whole(spec, rows, dtype) for spec, rows, _, _, dtype in cases]
-    each = ranks(world, share_of, cases, scanned)
+    each = ranks(world, share_of, cases, splits)
     for rank in range(2):
         for (_, rows, *_), found, right in zip(cases, each[rank], wanted, strict=True):
             loss, read, grads, hidden_RD, length = found
@@ -93,9 +92,9 @@ def config_of(kind, **changes):
     return config | {"architectures": [wanted.model.__name__]}
 
 
-def case(kind, *, share=False, replay=False, recompute=False, multiple=1, dtype=torch.float32, prompt=11, **changes):
+def case(kind, *, share=False, replay=False, recompute=False, multiple=1, dtype=torch.float32, longer=5, **changes):
     spec = spec_from_config(config_of(kind, **changes))
-    return spec, rows_for(spec, share=share, replay=replay, prompt=prompt), recompute, multiple, dtype
+    return spec, rows_for(spec, share=share, replay=replay, longer=longer), recompute, multiple, dtype
 
 
 def test_two_ranks_learn_what_one_learns_whatever_the_layers_are():
@@ -128,17 +127,24 @@ def test_two_ranks_learn_what_one_learns_with_recurrent_layers():
 def test_two_ranks_that_hand_states_on_learn_what_one_learns():
     """Also chunks shorter than a convolution reads, and empty ones."""
     kinds = ["hybrid qwen3.5", "hybrid nemotron h", "hybrid kimi linear", "lfm2 untied with biases, longer convolution"]
-    compare(2, [case(kind, dtype=torch.float64, recompute=i == 0) for i, kind in enumerate(kinds)], scanned=0)
+    compare(2, [case(kind, dtype=torch.float64, recompute=i == 0) for i, kind in enumerate(kinds)], splits=True)
 
 
 def test_four_ranks_that_hand_states_on_learn_what_one_learns():
-    compare(4, [case("hybrid qwen3.5", dtype=torch.float64), case("hybrid nemotron h", dtype=torch.float64)], scanned=0)
+    compare(
+        4, [case("hybrid qwen3.5", dtype=torch.float64), case("hybrid nemotron h", dtype=torch.float64)], splits=True
+    )
 
 
-def test_long_sequences_are_scanned_chunk_by_chunk_and_short_ones_whole():
-    assert splits_scans([600, 700, 20], 2, FAST) and not splits_scans([600, 700, 20], 8, FAST)
-    assert not splits_scans([600, 700], 2, BATCH_INVARIANT)
-    compare(2, [case("hybrid qwen3.5", dtype=torch.float64, prompt=280, max_position_embeddings=512)])
+def test_ranks_that_split_one_sequence_and_exchange_the_others_learn_what_one_learns():
+    kinds = ("hybrid qwen3.5", "hybrid nemotron h", "lfm2", "hybrid qwen4")
+    changes = {"dtype": torch.float64, "longer": 400, "max_position_embeddings": 512}
+    found = [case(kind, recompute=kind == "lfm2", multiple=8, **changes) for kind in kinds]
+    for _, rows, *_ in found:
+        assert max(rows.lengths) >= 4 * MIN_SCANNED_CHUNK
+        owners = assign_scans(rows.lengths, 2)
+        assert owners.count(None) == 1 and {0, 1} < {*owners}
+    compare(2, found)
 
 
 def test_two_ranks_learn_what_one_learns_with_short_convolutions_and_sparse_attention():
@@ -181,7 +187,7 @@ def test_two_ranks_learn_what_one_learns_with_position_biases_and_ngrams():
 
 def test_four_ranks_that_hand_tokens_and_convolved_inputs_on_learn_what_one_learns():
     kinds = ("inkling", "hybrid qwen4 with a tower, longer n-grams, not normalised")
-    compare(4, [case(kind, dtype=torch.float64) for kind in kinds], scanned=0)
+    compare(4, [case(kind, dtype=torch.float64) for kind in kinds], splits=True)
 
 
 def test_four_ranks_learn_what_one_learns():

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from tests.backends.megatron import mixer_cases
+from tests.models.parallel.split_scans import splitting_all
 from tests.train.small_trainer import EPS, ragged, sample, worker
 from torch.nn import functional as F
 from transformers import (
@@ -259,6 +260,12 @@ def shared(
             return found
         finally:
             destroy_parallel_state()
+
+
+def shared_splitting(rank: int, world: int, *args: Any) -> dict[str, Any]:
+    """``shared`` where recurrent layers pass states on, of sequences of any length."""
+    with splitting_all():
+        return shared(rank, world, *args)
 
 
 def handed(rank: int, world: int, folder: Path, made: ParallelDims, read: ParallelDims, out: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from tests.backends.megatron import cases
+from tests.models.parallel.split_scans import splitting_all
 from tests.train.small_trainer import worker
 
 from miles.cluster.parallel_dims import ParallelDims
@@ -58,6 +59,12 @@ def hand_over(
             model.save(out / "exported")
         finally:
             destroy_parallel_state()
+
+
+def exact_step_splitting(rank: int, world: int, *args: Any) -> dict[str, Any]:
+    """``exact_step`` where recurrent layers pass states on, of sequences of any length."""
+    with splitting_all():
+        return exact_step(rank, world, *args)
 
 
 def exact_step(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.backends.megatron import cases
-from tests.backends.megatron.exact_ranks import exact_step, step_of
+from tests.backends.megatron.exact_ranks import exact_step, exact_step_splitting, step_of
 from tests.backends.megatron.test_decoder_modules import SELECTIVE, TOLERANCE
 from tests.backends.megatron.test_exact import check_parity, sample_from, write_model
 from tests.backends.megatron.test_model import AGAIN, DISTRIBUTED_OPTIMIZER, INTERLEAVED, Case, algo_of, layout
@@ -83,6 +83,27 @@ def test_a_step_of_any_layout_is_the_step_of_one_process(tmp_path: Path, case: C
         assert wanted["metrics"]["routing_mismatch_ratio"] > 0.1
 
 
+PASSED_ON = [
+    Case("qwen3_next", CONTEXT, DISTRIBUTED_OPTIMIZER),
+    Case("nemotron_3_super", CONTEXT, SELECTIVE),
+    Case("kimi_linear", CONTEXT, AGAIN),
+    Case("lfm2", {"context": 2}),
+    Case("qwen3_5", {"context": 2, "tensor": 2, "sequence": True}, AGAIN),
+    Case("nemotron_h", {"context": 4}),
+]
+
+
+@pytest.mark.parametrize("case", PASSED_ON, ids=str)
+def test_context_ranks_that_pass_states_on_make_the_step_of_one_process(tmp_path: Path, case: Case):
+    """Also over chunks shorter than a convolution reads."""
+    folder, batch, algo = cases.written(tmp_path / "model", case.kind), cases.samples(case.kind), algo_of(case.kind)
+    wanted = cases.alone(folder, batch, algo)
+    where = layout(case.sizes)
+    for found in ranks(where.world, cases.shared_splitting, folder, where, case.flags, batch, algo, None):
+        assert not cases.unlike(found["metrics"], wanted["metrics"])
+        assert not cases.apart(found["grads"], wanted["grads"], TOLERANCE.get(case.kind, 1e-4))
+
+
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
@@ -133,6 +154,29 @@ def test_exact_log_probs_are_the_engines(tmp_path: Path, case: Case, dtype: torc
         fast = decoder_of(decoder.spec, torch.float32, numerics=FAST)
         wanted = step_of(LocalModel(fast), samples, SINGLE_RANK, {}, TEMPERATURE)
         assert not cases.apart(found[0]["grads"], wanted["grads"], 1e-3)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("qwen3_next", CONTEXT, AGAIN),
+        Case("nemotron_3_super", CONTEXT, SELECTIVE),
+        Case("kimi_linear", {"context": 2}),
+        Case("nemotron_h", {"context": 4}, AGAIN),
+    ],
+    ids=str,
+)
+def test_exact_log_probs_of_context_ranks_that_pass_states_on_are_the_engines(tmp_path: Path, case: Case):
+    decoder = write_model(tmp_path, case.kind, torch.float32)
+    samples = sample_from(decoder)
+    where = layout(case.sizes)
+    given = (tmp_path, where, case.flags, samples, {}, torch.float32, TEMPERATURE)
+    found = ranks(where.world, exact_step_splitting, *given)
+    for each in found:
+        check_parity(each["metrics"])
+    fast = decoder_of(decoder.spec, torch.float32, numerics=FAST)
+    wanted = step_of(LocalModel(fast), samples, SINGLE_RANK, {}, TEMPERATURE)
+    assert not cases.apart(found[0]["grads"], wanted["grads"], 1e-3)
 
 
 def recorded(kind: str, seed: int = 3) -> tuple[Sample, ...]:

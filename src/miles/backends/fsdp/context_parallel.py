@@ -1,7 +1,7 @@
 """Context parallelism: the tokens of a micro-batch are sharded, queries stay local, keys and values are all-gathered.
 
-So are the keys of indexers and what compressed attention pools. Recurrent layers scan each part where it is, and hand
-their states on.
+So are the keys of indexers and what compressed attention pools. Recurrent layers pass states between ranks, or
+exchange whole sequences (``models.parallel.sequence_shard``).
 
     segment  |0|1|2|3|4|5|6|7|      with 4 ranks; rank 0 has chunks 0 and 7, rank 1 has 1 and 6, ...
 
@@ -14,8 +14,9 @@ of a value; L MoE layers, k experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -25,17 +26,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from miles.backends.fsdp.autograd_collectives import CollectiveGroup, gather_from_sequence_region, gather_replicated
-from miles.cluster.parallel_dims import splits_scans
+from miles.backends.fsdp.autograd_collectives import gather_from_sequence_region, gather_replicated
+from miles.backends.fsdp.device_mesh import CommGroup
+from miles.cluster.parallel_dims import assign_scans
 from miles.kernels.attention.compressed import CompressorInputs
-from miles.kernels.attention.gather_rows import index_rows
 from miles.kernels.attention.indexer_replay import IndexerSelections
-from miles.kernels.attention.params import AttentionInputs, BlockIndexerInputs, IndexerInputs, RelativeBias
+from miles.kernels.attention.params import (
+    AttentionInputs,
+    BlockIndexerInputs,
+    IndexerInputs,
+    RelativeBias,
+    ShardedSequences,
+)
 from miles.kernels.attention.tree import KeyRuns, Segment, TreeAttentionBackend
 from miles.kernels.attention.varlen import FreshRecurrentState
 from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend
 from miles.kernels.numerics import Numerics
 from miles.models.layers.attention_backend import AttentionBackend
+from miles.models.parallel.sequence_shard import find_owner, shard_sequences
 from miles.models.vision.inputs import VisionInputs
 from miles.train.logprobs import ContextShard
 from miles.train.packed_images import PackedImages, select_range
@@ -82,11 +90,11 @@ class ContextParallelAttention:
         self,
         segments: Sequence[Segment],
         own: int,
-        group: CollectiveGroup,
+        group: CommGroup,
         device: torch.device,
         *,
         lengths: Sequence[int],
-        shard: ContextSequenceShard,
+        shard: ShardedSequences,
         numerics: Numerics,
         selections: IndexerSelections | None = None,
     ) -> None:
@@ -127,58 +135,6 @@ class ContextParallelAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContextSequenceShard:
-    """The SequenceShard of one rank: ``place_T`` is where each token is among the slots of all ranks, ``own_t`` are the
-    tokens of this rank, which has ``fill`` slots more.
-
-    ``bounds_N`` are where the chunks of each sequence begin and end. The ``parts`` of a rank are its early and late
-    chunk of each sequence, and its padding.
-    """
-
-    place_T: Tensor
-    own_t: Tensor
-    fill: int
-    group: CollectiveGroup
-    bounds_N: Sequence[NDArray[np.int64]]
-    parts: Sequence[int] | None
-    neighbors: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def read_earlier(self, x_tC: Tensor, count: int) -> Tensor:
-        assert self.parts is not None
-        if count not in self.neighbors:
-            found = _find_neighbors(self.bounds_N, self.group.rank, self.group.world, count, len(x_tC))
-            sent, read = (torch.from_numpy(rows).to(x_tC.device) for rows in found)
-            self.neighbors[count] = sent, read
-        sent, read = self.neighbors[count]
-        zero_1C = x_tC.new_zeros(1, x_tC.shape[1])
-        tails_SC = gather_from_sequence_region(index_rows(torch.cat((x_tC, zero_1C)), sent), self.group)
-        rows_BkC = index_rows(torch.cat((tails_SC, zero_1C)), read).unflatten(0, (len(self.parts), count))
-        return rows_BkC.transpose(1, 2)
-
-    def pass_states(self, ends_Bx: Tensor, advance: Callable[[Tensor | None, Tensor], Tensor]) -> Tensor:
-        assert self.parts is not None
-        rank, world = self.group.rank, self.group.world
-        # The last part is padding.
-        every = gather_from_sequence_region(ends_Bx[:-1].contiguous(), self.group).unflatten(0, (world, -1, 2))
-        late = 2 * world - 1 - rank
-        states: list[Tensor] = []
-        for piece in range(late):
-            part_Nx = every[_owner(piece, world), :, int(piece >= world)]
-            states.append(advance(states[-1] if states else None, part_Nx))
-        zeros_Nx = torch.zeros_like(states[0])
-        early_Nx = states[rank - 1] if rank else zeros_Nx
-        before_Bx = torch.stack((early_Nx, states[late - 1]), 1).flatten(0, 1)
-        return torch.cat((before_Bx, zeros_Nx[:1]))
-
-    def gather(self, x_t: Tensor) -> Tensor:
-        return gather_from_sequence_region(x_t.contiguous(), self.group).index_select(0, self.place_T)
-
-    def select(self, x_T: Tensor) -> Tensor:
-        own = x_T.index_select(0, self.own_t)
-        return F.pad(own, (*(0, 0) * (own.ndim - 1), 0, self.fill)) if self.fill else own
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallelTokens:
     """The ContextShard of one rank: ``where_R`` is the index of each trained token in the all-gathered rows, of which
     each rank sends ``most``.
@@ -187,7 +143,7 @@ class ContextParallelTokens:
     mine_r: Tensor
     where_R: Tensor
     most: int
-    group: CollectiveGroup
+    group: CommGroup
 
     def join(self, x_r: Tensor) -> Tensor:
         missing = self.most - len(x_r)
@@ -230,37 +186,6 @@ class _Assignment:
     pieces: list[KeyRuns]
 
 
-def _owner(piece: int, world: int) -> int:
-    return min(piece, 2 * world - 1 - piece)
-
-
-def _find_neighbors(
-    bounds_N: Sequence[NDArray[np.int64]], rank: int, world: int, count: int, own: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Which ``count`` last rows of each of its parts this rank sends, and which of all sent rows its parts read.
-
-    The row behind the ``own`` ones, or behind those sent, is zeros. The last part, padding, reads only zeros.
-    """
-    offset_k = np.arange(count)
-    sent: list[NDArray[np.int64]] = []
-    read: list[NDArray[np.int64]] = []
-    start, all_sent = 0, world * len(bounds_N) * 2 * count
-    for number, bounds in enumerate(bounds_N):
-        for piece in (rank, 2 * world - 1 - rank):
-            first, end = bounds[piece], bounds[piece + 1]
-            row_k = start + (end - first) - count + offset_k
-            sent.append(np.where(row_k >= start, row_k, own))
-            start += int(end - first)
-            position_k = first - count + offset_k
-            piece_k = np.searchsorted(bounds, position_k, side="right") - 1
-            owner_k = np.minimum(piece_k, 2 * world - 1 - piece_k)
-            part_k = (owner_k * len(bounds_N) + number) * 2 + (piece_k >= world)
-            slot_k = part_k * count + count - (bounds[piece_k + 1] - position_k)
-            read.append(np.where(position_k >= 0, slot_k, all_sent))
-    read.append(np.full(count, all_sent))
-    return np.concatenate(sent), np.concatenate(read)
-
-
 def _assign_tokens(lengths: Sequence[int], world: int, multiple: int) -> _Assignment:
     """Split every segment into 2 * world chunks and assign them forth and back (zigzag)."""
     own: list[list[NDArray[np.int64]]] = [[] for _ in range(world)]
@@ -272,7 +197,7 @@ def _assign_tokens(lengths: Sequence[int], world: int, multiple: int) -> _Assign
         bounds = [(length * j + number % (2 * world)) // (2 * world) for j in range(2 * world + 1)]
         placed: list[tuple[int, int, int]] = []
         for piece, (lo, hi) in enumerate(pairwise(bounds)):
-            rank = _owner(piece, world)
+            rank = find_owner(piece, world)
             own[rank].append(np.arange(start + lo, start + hi))
             placed.append((rank, used[rank], hi - lo))
             used[rank] += hi - lo
@@ -301,7 +226,7 @@ def _segments(tree_nodes: Sequence[TreeNode], assignment: _Assignment, rank: int
 
 def shard_batch(
     rows: PackedRows,
-    group: CollectiveGroup,
+    group: CommGroup,
     *,
     numerics: Numerics,
     multiple: int = 1,
@@ -343,7 +268,14 @@ def shard_batch(
             group,
             device,
             lengths=lengths,
-            shard=_build_sequence_shard(assignment, lengths, own_t, place_T, group, numerics),
+            shard=shard_sequences(
+                np.array([[size for _, size in pieces] for pieces in assignment.pieces]),
+                assign_scans(lengths, world),
+                more,
+                group,
+                partial(gather_from_sequence_region, group=group),
+                device,
+            ),
             numerics=numerics,
             selections=selections,
         ),
@@ -358,31 +290,7 @@ def shard_batch(
     )
 
 
-def _build_sequence_shard(
-    assignment: _Assignment,
-    lengths: Sequence[int],
-    own_t: Tensor,
-    place_T: Tensor,
-    group: CollectiveGroup,
-    numerics: Numerics,
-) -> ContextSequenceShard:
-    """This rank's part of the sequences for recurrent layers, and whether they scan it alone."""
-    rank, world = group.rank, group.world
-    fill = assignment.size - len(own_t)
-    parts: list[int] | None = None
-    if splits_scans(lengths, world, numerics):
-        parts = [pieces[piece][1] for pieces in assignment.pieces for piece in (rank, 2 * world - 1 - rank)] + [fill]
-    return ContextSequenceShard(
-        place_T=place_T,
-        own_t=own_t,
-        fill=fill,
-        group=group,
-        bounds_N=[np.cumsum([0, *(n for _, n in pieces)]) for pieces in assignment.pieces],
-        parts=parts,
-    )
-
-
-def _tokens(owner_R: Tensor, mine_r: Tensor, group: CollectiveGroup) -> ContextParallelTokens:
+def _tokens(owner_R: Tensor, mine_r: Tensor, group: CommGroup) -> ContextParallelTokens:
     number = owner_R.bincount(minlength=group.world)
     most = int(number.max())
     by_owner_R = owner_R.argsort(stable=True)

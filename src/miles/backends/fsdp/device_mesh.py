@@ -83,6 +83,16 @@ class CommGroup:
         dist.all_to_all_single(out, own, list(received), list(sent), group=self.process_group)
         return out.to(x.device)
 
+    def send(self, x: Tensor, rank: int) -> None:
+        """Send ``x`` to a rank, which receives it."""
+        dist.send(self._stage(x), group=self.process_group, group_dst=rank)
+
+    def receive(self, like: Tensor, rank: int) -> Tensor:
+        """Return what a rank sends, of the shape and type of ``like``."""
+        out = torch.empty_like(self._stage(like))
+        dist.recv(out, group=self.process_group, group_src=rank)
+        return out.to(like.device)
+
     def broadcast(self, x: Tensor) -> Tensor:
         """Return the first rank's ``x``; that of the others may be overwritten."""
         if self.world == 1:

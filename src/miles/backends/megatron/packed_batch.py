@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,16 +26,24 @@ from torch import Tensor
 
 from miles.backends.megatron.parallel_state import MegatronGroup, ParallelState
 from miles.backends.megatron.router import RouterBalance, RouterLoss
+from miles.cluster.parallel_dims import assign_scans
 from miles.core.errors import MilesError, UsageError
 from miles.kernels.attention.compressed import CompressorInputs
 from miles.kernels.attention.indexer_replay import IndexerSelections
-from miles.kernels.attention.params import AttentionInputs, BlockIndexerInputs, IndexerInputs, RelativeBias
+from miles.kernels.attention.params import (
+    AttentionInputs,
+    BlockIndexerInputs,
+    IndexerInputs,
+    RelativeBias,
+    ShardedSequences,
+)
 from miles.kernels.attention.tree import Segment, TreeAttentionBackend
 from miles.kernels.attention.varlen import FreshRecurrentState
 from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend
 from miles.kernels.numerics import FAST, Numerics
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.rope import Positions
+from miles.models.parallel.sequence_shard import shard_sequences
 from miles.models.spec import DecoderSpec
 from miles.models.vision.inputs import VisionInputs
 from miles.train.batch_tensors import RoutedExpertsCache
@@ -155,36 +164,6 @@ class ContextTokens:
         return _Join.apply(x_r, self.mine_r, self.count, self.group)  # pyright: ignore[reportReturnType]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContextSlots:
-    """The SequenceShard of one context-parallel rank: ``order_M`` are the slots of all ranks in the order of the padded
-    sequences, and ``own_t`` is the place of this rank's slots in that order.
-    """
-
-    order_M: Tensor
-    own_t: Tensor
-    group: MegatronGroup
-
-    @property
-    def parts(self) -> None:
-        """None: every rank scans whole sequences, so the two methods below are never called."""
-
-    def read_earlier(self, x_tC: Tensor, count: int) -> Tensor:
-        raise AssertionError("Megatron's context ranks scan whole sequences")
-
-    def pass_states(self, ends_Bx: Tensor, advance: Callable[[Tensor | None, Tensor], Tensor]) -> Tensor:
-        raise AssertionError("Megatron's context ranks scan whole sequences")
-
-    def gather(self, x_t: Tensor) -> Tensor:
-        """Return the rows of all ranks, in the order of the sequences."""
-        x_M = gather_from_sequence_parallel_region(x_t.contiguous(), group=self.group.process_group)
-        return x_M.index_select(0, self.order_M)
-
-    def select(self, x_T: Tensor) -> Tensor:
-        """Return this rank's rows of all."""
-        return x_T.index_select(0, self.own_t)
-
-
 class PackedAttention(AttentionBackend, Protocol):
     """An AttentionBackend of one micro-batch, which has what indexers selected until ``drop_selection``."""
 
@@ -198,7 +177,7 @@ class GatheredKVAttention:
     """An AttentionBackend of this rank's queries over the keys and values of all context-parallel ranks.
 
     So are the keys of an indexer, and what tokens add to compressed keys. Recurrent layers scan the padded sequences of
-    ``lengths``, gathered by ``shard``.
+    ``lengths``, of which this rank has a ``shard``.
     """
 
     latent = False
@@ -208,7 +187,7 @@ class GatheredKVAttention:
         inner: TreeAttentionBackend | BatchInvariantTreeBackend,
         group: MegatronGroup,
         lengths: Sequence[int],
-        shard: ContextSlots,
+        shard: ShardedSequences,
     ) -> None:
         self._inner, self._group = inner, group
         self._lengths, self._shard = lengths, shard
@@ -285,30 +264,6 @@ def build_slots(lengths: Sequence[int], *, rank: int, context: int, multiple: in
         places.append(np.where(place < real, place, 0))
         start += real
     return SlotLayout(np.concatenate(sources), np.concatenate(places), padded, pieces)
-
-
-def build_context_slots(slots: SlotLayout, group: MegatronGroup, device: torch.device) -> ContextSlots:
-    """Return where each slot of all ranks is in the padded sequences, one after the other.
-
-    A rank has chunk ``rank`` of every sequence and its mirror image, so a slot's place follows from its number.
-    """
-    each = len(slots.source_t)
-    place_rt = np.empty((group.world, each), np.int64)
-    start = offset = 0
-    for length in slots.lengths:
-        size = length // slots.pieces
-        chunk = np.arange(size)
-        for rank in range(group.world):
-            place_rt[rank, offset : offset + size] = start + rank * size + chunk
-            place_rt[rank, offset + size : offset + 2 * size] = start + (slots.pieces - 1 - rank) * size + chunk
-        start, offset = start + length, offset + 2 * size
-    order_M = np.empty(each * group.world, np.int64)
-    order_M[place_rt.ravel()] = np.arange(each * group.world)
-    return ContextSlots(
-        order_M=torch.from_numpy(order_M).to(device),
-        own_t=torch.from_numpy(place_rt[group.rank].copy()).to(device),
-        group=group,
-    )
 
 
 def build_segments(slots: SlotLayout, *, rank: int, context: int) -> list[Segment]:
@@ -596,7 +551,14 @@ def _shard(
     segments = build_segments(slots, rank=group.rank, context=group.world)
     backend_class = BatchInvariantTreeBackend if numerics.batch_invariant else TreeAttentionBackend
     inner = backend_class(segments, device, keys=group.world * len(source_t), selections=selections)
-    shard = build_context_slots(slots, group, device)
+    shard = shard_sequences(
+        np.repeat(np.array(slots.lengths)[:, None] // slots.pieces, slots.pieces, 1),
+        assign_scans(slots.lengths, group.world),
+        0,
+        group,
+        partial(gather_from_sequence_parallel_region, group=group.process_group),
+        device,
+    )
     positions_t = torch.from_numpy(slots.place_t).to(device)
     positions_T = prepare_positions(rows.images, spec, rows.positions_T)
     if positions_T.dim() == 2:

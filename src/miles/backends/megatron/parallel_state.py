@@ -54,6 +54,16 @@ class MegatronGroup:
         dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=self.process_group)
         return out
 
+    def send(self, x: Tensor, rank: int) -> None:
+        """Send ``x`` to a rank, which receives it."""
+        dist.send(x.detach().contiguous(), group=self.process_group, group_dst=rank)
+
+    def receive(self, like: Tensor, rank: int) -> Tensor:
+        """Return what a rank sends, of the shape and type of ``like``."""
+        out = torch.empty_like(like, memory_format=torch.contiguous_format)
+        dist.recv(out, group=self.process_group, group_src=rank)
+        return out
+
     def broadcast(self, x: Tensor, rank: int) -> Tensor:
         """Broadcast that rank's ``x``; that of the others is overwritten."""
         if self.world > 1:

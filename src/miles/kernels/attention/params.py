@@ -127,14 +127,12 @@ class RelativeAttentionBackend(Protocol):
 
 
 class SequenceShard(Protocol):
-    """Context parallelism of a recurrent layer: its tokens are this rank's part of the sequences.
-
-    With ``parts``, the lengths of what this rank has of the sequences, ranks scan these and hand states on; otherwise
-    every rank scans all sequences.
+    """Context parallelism of a recurrent layer: this rank scans ``parts`` of the sequences, so many tokens of each, and
+    states are passed between ranks.
     """
 
     @property
-    def parts(self) -> Sequence[int] | None: ...
+    def parts(self) -> Sequence[int]: ...
 
     def read_earlier(self, x_tC: Tensor, count: int) -> Tensor:
         """Return the last ``count`` rows before each part, [B, C, count]; zeros before the first of a sequence."""
@@ -147,13 +145,40 @@ class SequenceShard(Protocol):
         """
         ...
 
-    def gather(self, x_t: Tensor) -> Tensor:
-        """Return the rows of all ranks, in the order of the sequences."""
+    def carry_states(self, start_Nx: Tensor, step: Callable[[int, Tensor], Tensor], *, reverse: bool = False) -> None:
+        """Call ``step`` for the early chunks of this rank (0) and for its late ones (1), each with what the step of the
+        chunks before them returned, from ``start_Nx`` on; in ``reverse`` from the last chunk to the first.
+        """
         ...
 
-    def select(self, x_T: Tensor) -> Tensor:
-        """Return this rank's rows of all."""
+
+class SequenceExchange(Protocol):
+    """Context parallelism of a recurrent layer: this rank scans whole sequences of ``lengths``, whose tokens it
+    collects from all ranks.
+    """
+
+    @property
+    def lengths(self) -> Sequence[int]: ...
+
+    def collect(self, x_t: Tensor) -> Tensor:
+        """Return the rows of the sequences that this rank scans, given those of this rank's tokens."""
         ...
+
+    def send_back(self, x_S: Tensor) -> Tensor:
+        """Return the rows of this rank's tokens, given those of the sequences that this rank scans."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedSequences:
+    """The sequences of which this rank has tokens: those that are ``split``, and those that a rank scans ``whole``.
+
+    If there are both, ``rows`` are the tokens of each.
+    """
+
+    split: SequenceShard | None
+    whole: SequenceExchange | None
+    rows: tuple[Tensor, Tensor] | None = None
 
 
 class PagedAttentionParams(NamedTuple):

@@ -35,7 +35,7 @@ from miles.kernels.attention.params import (
     BlockIndexerInputs,
     IndexerInputs,
     RelativeBias,
-    SequenceShard,
+    ShardedSequences,
 )
 from miles.kernels.attention.relative import relative_attention
 from miles.kernels.attention.sdpa_dense import dense_sdpa_attention, has_dense_batch
@@ -203,7 +203,7 @@ class FreshRecurrentState:
     lengths: Sequence[int]
     state: tuple[Tensor, ...] | None = None
     levels: Sequence[tuple[Tensor, FreshRecurrentState]] = ()
-    shard: SequenceShard | None = None
+    shard: ShardedSequences | None = None
 
     def update(self, state: tuple[Tensor, ...]) -> None:
         """Nobody asks."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from miles.kernels.attention.params import SequenceShard
 from miles.kernels.batch_invariant.elementwise import accumulation_dtype, map_elements
 from miles.kernels.linear_attention import gated_delta_rule as chunked_delta
 from miles.kernels.linear_attention import kimi_delta_rule as chunked_kimi
@@ -50,10 +51,14 @@ def gated_delta_rule(
     beta_TH: Tensor,
     lengths: Sequence[int],
     state_BHkv: Tensor | None,
+    shard: SequenceShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``linear_attention.gated_delta_rule``, batch-invariant."""
+    """``linear_attention.gated_delta_rule``, batch-invariant; with a ``shard`` over its parts."""
     inputs = (q_TGk, k_TGk, v_THv, log_decay_TH, beta_TH)
-    return _run(_scan_gated_delta, chunked_delta.gated_delta_rule, inputs, lengths, state_BHkv)
+    rule = _Rule(_scan_gated_delta, chunked_delta.gated_delta_rule, values=2)
+    if shard is not None:
+        return _run_chunks(rule, inputs, shard, (v_THv.shape[1], q_TGk.shape[2], v_THv.shape[2])), None
+    return _run(rule, inputs, lengths, state_BHkv)
 
 
 def kimi_delta_rule(
@@ -64,10 +69,14 @@ def kimi_delta_rule(
     beta_TH: Tensor,
     lengths: Sequence[int],
     state_BHkv: Tensor | None,
+    shard: SequenceShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``linear_attention.kimi_delta_rule``, batch-invariant."""
+    """``linear_attention.kimi_delta_rule``, batch-invariant; with a ``shard`` over its parts."""
     inputs = (q_THk, k_THk, v_THv, log_decay_THk, beta_TH)
-    return _run(_scan_kimi_delta, chunked_kimi.kimi_delta_rule, inputs, lengths, state_BHkv)
+    rule = _Rule(_scan_kimi_delta, chunked_kimi.kimi_delta_rule, values=2)
+    if shard is not None:
+        return _run_chunks(rule, inputs, shard, (v_THv.shape[1], q_THk.shape[2], v_THv.shape[2])), None
+    return _run(rule, inputs, lengths, state_BHkv)
 
 
 def mamba2_ssd(
@@ -79,36 +88,48 @@ def mamba2_ssd(
     d_H: Tensor,
     lengths: Sequence[int],
     state_BHpn: Tensor | None,
+    shard: SequenceShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``linear_attention.mamba2_ssd``, batch-invariant."""
+    """``linear_attention.mamba2_ssd``, batch-invariant; with a ``shard`` over its parts."""
     inputs = (x_THp, dt_TH, a_H, b_TGn, c_TGn, d_H)
-    return _run(_scan_mamba2, chunked_ssd.mamba2_ssd, inputs, lengths, state_BHpn)
+    rule = _Rule(_scan_mamba2, chunked_ssd.mamba2_ssd, values=0, weights=(2, 5))
+    if shard is not None:
+        return _run_chunks(rule, inputs, shard, (*x_THp.shape[1:], b_TGn.shape[2])), None
+    return _run(rule, inputs, lengths, state_BHpn)
 
 
-_Scan = Callable[[tuple[Tensor, ...], Sequence[int], Tensor | None], tuple[Tensor, Tensor]]
-_Chunked = Callable[..., tuple[Tensor, Tensor | None]]
+class _Rule(NamedTuple):
+    """A batch-invariant scan and the chunked recurrence that has its gradient.
+
+    ``values`` is the input of what is written, ``weights`` are those without tokens.
+    """
+
+    scan: Callable[[tuple[Tensor, ...], Sequence[int], Tensor | None], tuple[Tensor, Tensor]]
+    chunked: Callable[..., tuple[Tensor, Tensor | None]]
+    values: int
+    weights: tuple[int, ...] = ()
 
 
 def _run(
-    scan: _Scan, chunked: _Chunked, inputs: tuple[Tensor, ...], lengths: Sequence[int], state: Tensor | None
+    rule: _Rule, inputs: tuple[Tensor, ...], lengths: Sequence[int], state: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     total = len(inputs[0])
     assert total == sum(lengths), f"got {total} tokens for sequences of {sum(lengths)} in all"
     if not torch.is_grad_enabled():
-        out, after = scan(inputs, lengths, state)
+        out, after = rule.scan(inputs, lengths, state)
         return out, None if state is None else after
     assert state is None, "a batch-invariant recurrence that continues a state has no gradient"
-    return _Recurrence.apply(scan, chunked, tuple(lengths), *inputs), None  # pyright: ignore[reportReturnType]
+    return _Recurrence.apply(rule, tuple(lengths), *inputs), None  # pyright: ignore[reportReturnType]
 
 
 class _Recurrence(torch.autograd.Function):
     """Saves its inputs; backward is that of the chunked recurrence, computed again."""
 
     @staticmethod
-    def forward(ctx: Any, scan: _Scan, chunked: _Chunked, lengths: tuple[int, ...], *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, rule: _Rule, lengths: tuple[int, ...], *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(*inputs)
-        ctx.chunked, ctx.lengths = chunked, lengths
-        return scan(inputs, lengths, None)[0]
+        ctx.chunked, ctx.lengths = rule.chunked, lengths
+        return rule.scan(inputs, lengths, None)[0]
 
     @staticmethod
     @once_differentiable
@@ -116,7 +137,83 @@ class _Recurrence(torch.autograd.Function):
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
             out = ctx.chunked(*inputs, ctx.lengths, None)[0]
-        return None, None, None, *torch.autograd.grad(out, inputs, grad, allow_unused=True)
+        return None, None, *torch.autograd.grad(out, inputs, grad, allow_unused=True)
+
+
+# -- context parallelism ---------------------------------------------------------------------------
+
+
+def _run_chunks(rule: _Rule, inputs: tuple[Tensor, ...], shard: SequenceShard, state: tuple[int, ...]) -> Tensor:
+    """The outputs of this rank's parts of the sequences; ``state`` is the shape of a state.
+
+    Ranks take turns, from the first chunks of all sequences to the last ones, so that a state is that of a scan of
+    whole sequences to the last bit, and as late as there.
+    """
+    parts = shard.parts
+    assert len(inputs[0]) == sum(parts), f"got {len(inputs[0])} tokens for parts of {sum(parts)} in all"
+    rows_Cr = _find_chunk_rows(tuple(parts), inputs[0].device)
+    chunks = [x if i in rule.weights else x.index_select(0, row_r) for row_r in rows_Cr for i, x in enumerate(inputs)]
+    outs: tuple[Tensor, Tensor] = _ShardedRecurrence.apply(rule, shard, state, *chunks)  # pyright: ignore[reportAssignmentType]
+    out_tHv = outs[0].new_zeros(len(inputs[0]), *outs[0].shape[1:])
+    return out_tHv.index_copy(0, torch.cat(rows_Cr), torch.cat(outs))
+
+
+class _ShardedRecurrence(torch.autograd.Function):
+    """Takes the inputs of early chunks, then those of late ones; backward is that of the chunked recurrence, in which
+    gradients of states are passed from the last chunks to the first.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rule: _Rule, shard: SequenceShard, state: tuple[int, ...], *inputs: Tensor) -> Any:
+        chunks = inputs[: len(inputs) // 2], inputs[len(inputs) // 2 :]
+        lengths = shard.parts[:-1:2], shard.parts[1:-1:2]
+        outs: list[Tensor] = []
+        before: list[Tensor] = []
+
+        def step(number: int, state_NHx: Tensor) -> Tensor:
+            before.append(state_NHx)
+            out, after_NHx = rule.scan(chunks[number], lengths[number], state_NHx)
+            outs.append(out)
+            return after_NHx
+
+        values = inputs[rule.values]
+        start_NHx = values.new_zeros(len(lengths[0]), *state, dtype=accumulation_dtype(values.dtype))
+        shard.carry_states(start_NHx, step)
+        ctx.save_for_backward(*inputs, *before)
+        ctx.chunked, ctx.shard, ctx.lengths = rule.chunked, shard, lengths
+        return tuple(outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        found: list[tuple[Tensor | None, ...]] = [(), ()]
+        # What does not depend on other ranks is computed before the first gradient of theirs is awaited.
+        with torch.enable_grad():
+            *saved, early, late = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+            count = len(saved) // 2
+            chunks = (*saved[:count], early), (*saved[count:], late)
+            ends = [
+                ctx.chunked(*inputs[:-1], lengths, inputs[-1])
+                for inputs, lengths in zip(chunks, ctx.lengths, strict=True)
+            ]
+
+        def step(number: int, after_NHx: Tensor) -> Tensor:
+            given = torch.autograd.grad(ends[number], chunks[number], (grads[number], after_NHx), allow_unused=True)
+            found[number] = given[:-1]
+            return given[-1]
+
+        ctx.shard.carry_states(torch.zeros_like(early), step, reverse=True)
+        return None, None, None, *found[0], *found[1]
+
+
+@lru_cache(maxsize=16)
+def _find_chunk_rows(parts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The tokens of this rank's early chunks, and those of its late ones; the last part is padding."""
+    part_t = np.repeat(np.arange(len(parts)), parts)
+    is_token_t = part_t < len(parts) - 1
+    with torch.inference_mode(False), torch.no_grad():
+        early, late = (torch.from_numpy(np.flatnonzero(is_token_t & (part_t % 2 == i))).to(device) for i in range(2))
+    return early, late
 
 
 # -- the recurrences as one scan -------------------------------------------------------------------

@@ -36,7 +36,6 @@ def split_delta_rule(
     Every column of a state goes its own way, and how a part changes the state before it are k columns more: those of
     the identity, to which nothing is written.
     """
-    assert shard.parts is not None
     wide = torch.promote_types(v_tHv.dtype, torch.float32)
     heads, channels, size = *v_tHv.shape[1:], q_tGk.shape[-1]
     columns_tHx = torch.cat((v_tHv.to(wide), v_tHv.new_zeros(len(v_tHv), heads, size, dtype=wide)), -1)
@@ -63,7 +62,6 @@ def split_mamba2_ssd(
     x_tHp: Tensor, dt_tH: Tensor, a_H: Tensor, b_tGn: Tensor, c_tGn: Tensor, d_H: Tensor, shard: SequenceShard
 ) -> Tensor:
     """The SSD scan over this rank's parts of the sequences, [t, H, p]; a part only scales the state before it."""
-    assert shard.parts is not None
     parts = list(shard.parts)
     wide = torch.promote_types(x_tHp.dtype, torch.float32)
     heads, channels, size = *x_tHp.shape[1:], b_tGn.shape[-1]

@@ -14,8 +14,7 @@ from miles.backends.megatron.rank_memory import (
     list_stage_params,
     parse_memory_flags,
 )
-from miles.cluster.parallel_dims import ParallelDims, splits_scans
-from miles.kernels.numerics import FAST, Numerics
+from miles.cluster.parallel_dims import MIN_SCANNED_CHUNK, ParallelDims, compute_scan_imbalance
 from miles.launch.config import Config
 from miles.launch.plan.lora import packs_base
 from miles.launch.plan.topology import is_distributed
@@ -214,14 +213,13 @@ def estimate_rank_activations(
     *,
     fused: bool,
     longest: int | None = None,
-    numerics: Numerics = FAST,
     lora: LoraSpec | None = None,
 ) -> int:
     """Bytes of the activations of a micro-batch of ``tokens``, which context ranks share, in sequences of at most
     ``longest``; ``lora`` is what is trained, if not all.
     """
     longest = tokens if longest is None else min(longest, tokens)
-    is_split = splits_scans([longest], layout.context, numerics)
+    chunk = longest // (2 * layout.context)
     stage = get_pipeline_stage(spec, layout)
     shard = stage if isinstance(stage, HfAdapterSpec) else shard_spec(stage, layout.tensor)
     return activation_bytes(
@@ -234,7 +232,11 @@ def estimate_rank_activations(
         sequence=layout.tensor if layout.sequence else 1,
         lora=lora,
         experts=layout.expert,
-        scan=ContextScan(layout.context, longest // (2 * layout.context) if is_split else None),
+        scan=ContextScan(
+            layout.context,
+            chunk if chunk >= MIN_SCANNED_CHUNK else None,
+            compute_scan_imbalance(tokens, longest, layout.context),
+        ),
     )
 
 

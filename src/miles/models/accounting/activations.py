@@ -50,12 +50,13 @@ _LOGIT_COPIES = 3
 
 
 class ContextScan(NamedTuple):
-    """How recurrent layers scan under context parallelism: each of ``ranks`` the whole sequences, or its own chunks of
-    ``chunk`` tokens.
+    """How recurrent layers scan under context parallelism: each of ``ranks`` chunks of ``chunk`` tokens (None: whole
+    sequences alone), and ``uneven`` times its own tokens more where whole sequences do not fit evenly.
     """
 
     ranks: int = 1
     chunk: int | None = None
+    uneven: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,9 +194,11 @@ class _SavedBytes:
 
     def context_scan(self, mixer: Mixer, scan: ContextScan) -> float:
         """Per token of a rank what context parallelism adds to a recurrent layer: other ranks' tokens, or states."""
-        if isinstance(mixer, RecurrentMixer):
-            return (scan.ranks - 1) * self._scan(mixer) if scan.chunk is None else self._handed_on(mixer, scan)
-        return 0.0
+        if not isinstance(mixer, RecurrentMixer):
+            return 0.0
+        # Chunks are of split sequences, which make a batch even.
+        passed = 0.0 if scan.chunk is None else self._passed_on(mixer, scan.ranks, scan.chunk)
+        return max(scan.uneven * self._scan(mixer), passed)
 
     def _scan(self, mixer: RecurrentMixer) -> float:
         """What a layer saves without its projections, gate and norm."""
@@ -212,10 +215,9 @@ class _SavedBytes:
             case ShortConvSpec():
                 return self.numbers(2 * mixer.channels)
 
-    def _handed_on(self, mixer: RecurrentMixer, scan: ContextScan) -> float:
+    def _passed_on(self, mixer: RecurrentMixer, ranks: int, chunk: int) -> float:
         """The columns by which outputs depend on the state before a chunk, and the states of all ranks' chunks."""
-        assert scan.chunk is not None
-        copies = (2 * scan.ranks + 4) / scan.chunk
+        copies = (2 * ranks + 4) / chunk
         match mixer:
             case GatedDeltaNetSpec():
                 keys = mixer.value_heads * mixer.key_dim

@@ -16,6 +16,7 @@ from miles.kernels.attention.params import (
     BlockIndexerInputs,
     IndexerInputs,
     SequenceShard,
+    ShardedSequences,
 )
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "IndexerInputs",
     "RecurrentState",
     "SequenceShard",
+    "ShardedSequences",
 ]
 
 
@@ -51,7 +53,7 @@ class RecurrentState(Protocol):
     def levels(self) -> Sequence[tuple[Tensor, RecurrentState]]: ...
 
     @property
-    def shard(self) -> SequenceShard | None: ...
+    def shard(self) -> ShardedSequences | None: ...
 
     def update(self, state: tuple[Tensor, ...]) -> None:
         """Store the new states, rows in the same order."""

@@ -75,7 +75,6 @@ class GatedDeltaNet(nn.Module):
         q_TX, k_TX, v_TX = silu(qkv_TC, self.numerics).split(self.sizes, dim=-1)
         heads = (x.unflatten(-1, (-1, self.spec.key_dim)) for x in (q_TX, k_TX))
         q_TGk, k_TGk = (normalize_heads(x, self.numerics) for x in heads)
-        rule = invariant_scan.gated_delta_rule if self.numerics.batch_invariant else gated_delta_rule
         tokens_T = (
             q_TGk * self.spec.key_dim**-0.5,
             k_TGk,
@@ -83,9 +82,12 @@ class GatedDeltaNet(nn.Module):
             self._log_decay(a_TH),
             sigmoid(b_TH, self.numerics),
         )
-        if shard is not None:
-            return split_delta_rule(rule, *tokens_T, shard), None
-        out_THv, state = rule(*tokens_T, lengths, state)
+        if self.numerics.batch_invariant:
+            out_THv, state = invariant_scan.gated_delta_rule(*tokens_T, lengths, state, shard)
+        elif shard is not None:
+            out_THv = split_delta_rule(gated_delta_rule, *tokens_T, shard)
+        else:
+            out_THv, state = gated_delta_rule(*tokens_T, lengths, state)
         return out_THv, None if inputs is None or state is None else (inputs, state)
 
     def _project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -83,10 +83,13 @@ class KimiDeltaAttention(nn.Module):
         q_THd, k_THd, v_THd = silu(qkv_TC, self.numerics).unflatten(-1, (3, -1, self.spec.head_dim)).unbind(1)
         scale = self.spec.head_dim**-0.5
         q_THd, k_THd = normalize_heads(q_THd, self.numerics) * scale, normalize_heads(k_THd, self.numerics)
-        rule = invariant_scan.kimi_delta_rule if self.numerics.batch_invariant else kimi_delta_rule
-        if shard is not None:
-            return split_delta_rule(rule, q_THd, k_THd, v_THd, log_decay_THd, beta_TH, shard), None
-        out_THd, state = rule(q_THd, k_THd, v_THd, log_decay_THd, beta_TH, lengths, state)
+        tokens_T = (q_THd, k_THd, v_THd, log_decay_THd, beta_TH)
+        if self.numerics.batch_invariant:
+            out_THd, state = invariant_scan.kimi_delta_rule(*tokens_T, lengths, state, shard)
+        elif shard is not None:
+            out_THd = split_delta_rule(kimi_delta_rule, *tokens_T, shard)
+        else:
+            out_THd, state = kimi_delta_rule(*tokens_T, lengths, state)
         return out_THd, None if inputs is None or state is None else (inputs, state)
 
     def _log_decay(self, f_TX: Tensor) -> Tensor:

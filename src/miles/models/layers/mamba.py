@@ -80,7 +80,6 @@ class Mamba2(nn.Module):
         )
         x_TI, b_TX, c_TX = silu(xbc_TC, self.numerics).split(self.sizes, dim=-1)
         dt_TH = softplus(dt_TH.to(wide) + self.dt_bias.to(wide), self.numerics).clamp(*spec.step_limit)
-        ssd = invariant_scan.mamba2_ssd if self.numerics.batch_invariant else mamba2_ssd
         tokens_T = (
             x_TI.unflatten(-1, (-1, spec.head_dim)),
             dt_TH,
@@ -89,9 +88,12 @@ class Mamba2(nn.Module):
             c_TX.unflatten(-1, (-1, spec.state_dim)),
             self.skip,
         )
-        if shard is not None:
-            return split_mamba2_ssd(*tokens_T, shard).flatten(1), None
-        y_THp, state = ssd(*tokens_T, lengths, state)
+        if self.numerics.batch_invariant:
+            y_THp, state = invariant_scan.mamba2_ssd(*tokens_T, lengths, state, shard)
+        elif shard is not None:
+            y_THp = split_mamba2_ssd(*tokens_T, shard)
+        else:
+            y_THp, state = mamba2_ssd(*tokens_T, lengths, state)
         return y_THp.flatten(1), None if inputs is None or state is None else (inputs, state)
 
     def _gate(self, y_TI: Tensor, z_TI: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from miles.models.layers.attention_backend import RecurrentState, SequenceShard
+from miles.models.layers.attention_backend import RecurrentState, SequenceShard, ShardedSequences
 
 __all__ = ["ScanFn", "scan_tokens"]
 
@@ -25,21 +25,33 @@ before them come from other ranks."""
 
 
 def scan_tokens(recurrent: RecurrentState, scan: ScanFn, inputs_T: Sequence[Tensor]) -> Tensor:
-    """Return the outputs [T, ...] of all tokens, level by level, and store the states after them.
-
-    Under context parallelism every rank scans its parts of the sequences, or all of them and keeps the outputs of its
-    own tokens.
-    """
-    shard = recurrent.shard
-    if shard is not None and shard.parts is not None:
-        return scan(inputs_T, shard.parts, None, shard)[0]
-    if shard is not None:
-        inputs_T = [shard.gather(x_t) for x_t in inputs_T]
+    """Return the outputs [T, ...] of all tokens, level by level, and store the states after them."""
+    if recurrent.shard is not None:
+        return _scan_sharded(recurrent.shard, scan, inputs_T)
     if recurrent.levels:
         outs = [scan_tokens(part, scan, [x.index_select(0, rows) for x in inputs_T]) for rows, part in recurrent.levels]
-        out = torch.cat(outs)
-        return torch.empty_like(out).index_copy_(0, torch.cat([rows for rows, _ in recurrent.levels]), out)
+        return _order_rows(outs, [rows for rows, _ in recurrent.levels])
     out_T, state = scan(inputs_T, recurrent.lengths, recurrent.state, None)
     if state is not None:
         recurrent.update(state)
-    return out_T if shard is None else shard.select(out_T)
+    return out_T
+
+
+def _scan_sharded(shard: ShardedSequences, scan: ScanFn, inputs_T: Sequence[Tensor]) -> Tensor:
+    """Return the outputs of this rank's tokens: of split sequences it scans its parts, whole ones are exchanged."""
+    split_T, whole_T = inputs_T, inputs_T
+    if shard.rows is not None:
+        split_T, whole_T = ([x.index_select(0, rows) for x in inputs_T] for rows in shard.rows)
+    outs: list[Tensor] = []
+    if shard.split is not None:
+        outs.append(scan(split_T, shard.split.parts, None, shard.split)[0])
+    if shard.whole is not None:
+        collected_S = [shard.whole.collect(x_T) for x_T in whole_T]
+        outs.append(shard.whole.send_back(scan(collected_S, shard.whole.lengths, None, None)[0]))
+    return outs[0] if shard.rows is None else _order_rows(outs, shard.rows)
+
+
+def _order_rows(outs: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
+    """Put rows that were taken apart in their order again."""
+    out = torch.cat(list(outs))
+    return torch.empty_like(out).index_copy_(0, torch.cat(list(rows)), out)

@@ -62,9 +62,9 @@ class TokenDispatch:
             self._copied.synchronize()
         sent, came = self._sizes.tolist()
         here = _sort_received_by_expert(self._coming_We, sum(came))
-        x_ND = permute(_all_to_all(x_RD, sent, came, self._group), here.order_R, here.place_R)
+        x_ND = permute(all_to_all_rows(x_RD, sent, came, self._group), here.order_R, here.place_R)
         out_ND = permute(work(x_ND, here), here.place_R, here.order_R)
-        return _all_to_all(out_ND, came, sent, self._group)
+        return all_to_all_rows(out_ND, came, sent, self._group)
 
 
 def _sort_received_by_expert(coming_We: Tensor, count: int) -> SortedRows:
@@ -89,6 +89,6 @@ class _AllToAll(torch.autograd.Function):
         return group.all_to_all(grad_ND, ctx.came, ctx.sent), None, None, None
 
 
-def _all_to_all(x_RD: Tensor, sent: list[int], came: list[int], group: AllToAllGroup) -> Tensor:
+def all_to_all_rows(x_RD: Tensor, sent: list[int], came: list[int], group: AllToAllGroup) -> Tensor:
     """Differentiable all-to-all: ``sent`` rows go to each rank in order, ``came`` rows come from each."""
     return _AllToAll.apply(x_RD, sent, came, group)  # pyright: ignore[reportReturnType]
