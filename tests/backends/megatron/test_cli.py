@@ -67,6 +67,24 @@ def test_a_ppo_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path):
     assert all(torch.allclose(heads[0][n], heads[1][n], atol=2e-3) and heads[0][n].any() for n in heads[0])
 
 
+def test_a_ppo_run_with_an_adapter_critic_on_megatron_is_the_run_on_fsdp_and_resumes_to_the_bit(tmp_path: Path):
+    inputs = write_inputs(tmp_path / "inputs")
+    ppo = ("--advantage-estimator", "ppo", "--critic-lr", "1e-2", "--lora-rank", "4", "--lr", "1e-2")
+    wanted = train(inputs, tmp_path / "fsdp", *ppo)
+    ranks = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2")
+    found = train(inputs, tmp_path / "megatron", *ppo, *ranks)
+    assert len(found) == 3 and found == pytest.approx(wanted, abs=1e-6)
+    resumed, saved = tmp_path / "resumed", ("--save-interval", "1")
+    run_miles("train", *flags(inputs, resumed, *ppo, *ranks, *saved, "--debug-exit-after-rollout", "2", steps=3))
+    assert train(inputs, resumed, *ppo, *ranks, *saved) == found
+    last, kept = "checkpoints/step-000003", [tmp_path / "fsdp", tmp_path / "megatron", resumed]
+    heads = [load_file(run / last / "critic/value_head.safetensors") for run in kept]
+    adapters = [load_file(run / last / "critic/adapter/adapter_model.safetensors") for run in kept]
+    for one, two, three in (heads, adapters, [_weights(run / last) for run in kept]):
+        assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
+        assert three.keys() == two.keys() and all(torch.equal(three[n], two[n]) for n in two)
+
+
 SERVED = ("--lora-rank", "4", "--use-kl-loss", "--kl-loss-coef", "0.1", "--rollout-backend", "served")
 TENSOR_RANKS = ("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2")
 ADAPTERS = {

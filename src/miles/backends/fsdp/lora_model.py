@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -42,6 +42,11 @@ from miles.train.model_protocols import (
 from miles.train.optim.optimizer import full_grad_norm
 
 _WEIGHTS, _CONFIG = f"{peft.FOLDER}/{peft.WEIGHTS}", f"{peft.FOLDER}/{peft.CONFIG}"
+
+_Rows = TypeVar("_Rows")
+_Output = TypeVar("_Output")
+_Judge = Callable[[int, _Output], tuple[Tensor | None, KeptTensors]]
+_ForwardBackward = Callable[[Sequence[_Rows], _Judge[_Output]], list[KeptTensors]]
 
 
 class LoraBaseModel(TrainModel, Protocol):
@@ -182,20 +187,26 @@ class LoraModel:
         self._base = {name: base.to(device) for name, base in self._base.items()}
 
     def forward_backward(self, plan: Sequence[MicroBatch], judge: LossCallback) -> list[KeptTensors]:
-        if self._adapters.dropout is None:
-            return self._base_model.forward_backward(plan, judge)
+        return self.run_with_dropout(self._base_model.forward_backward, plan, judge)
+
+    def run_with_dropout(
+        self, run: _ForwardBackward[_Rows, _Output], plan: Sequence[_Rows], judge: _Judge[_Output]
+    ) -> list[KeptTensors]:
+        """Run forward and backward over micro-batches with the adapters in use; each has dropout masks of its own."""
+        if self._adapters.dropout is None or not torch.is_grad_enabled():
+            return run(plan, judge)
         kept: list[KeptTensors] = []
         for number, rows in enumerate(plan):
-            self.set_dropout_key(self._adapters, number)
-            kept += self._base_model.forward_backward([rows], lambda _, output, n=number: judge(n, output))
+            self._set_dropout_key(number)
+            kept += run([rows], lambda _, output, n=number: judge(n, output))
         return kept
 
-    def set_dropout_key(self, adapters: LoraAdapters, number: int) -> None:
+    def _set_dropout_key(self, number: int) -> None:
         """Select the dropout masks of micro-batch ``number``; an update changes them, a resumed run has the same."""
-        if adapters.dropout is None:
-            return
-        bits = [p.detach().flatten().view(torch.int32).sum(dtype=torch.int64) for p in adapters.parameters.values()]
-        adapters.dropout.key = hash((int(torch.stack(bits).sum()), number, self._base_model.rank))
+        dropout, factors = self._adapters.dropout, self._adapters.parameters.values()
+        assert dropout is not None
+        bits = [factor.detach().flatten().view(torch.int32).sum(dtype=torch.int64) for factor in factors]
+        dropout.key = hash((int(torch.stack(bits).sum()), number, self._base_model.rank))
 
     @contextmanager
     def use_factors(self, factors: Mapping[str, Tensor] | None) -> Iterator[None]:

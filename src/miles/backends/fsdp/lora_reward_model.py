@@ -2,8 +2,6 @@
 
 A checkpoint is a sequence classifier with the adapters merged into it. Its adapter folder is one of the PEFT library
 for this classifier, with the score head among its ``modules_to_save``.
-
-``_T`` packed input tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ from miles.models.checkpoint.sequence_classifier import SCORE
 from miles.models.lora.adapters import LoraAdapters
 from miles.models.lora.targets import LoraSpec
 from miles.train.batch_tensors import PackedSequences
-from miles.train.model_protocols import KeptTensors, ValueCallback, run_scores
-from miles.train.packed_images import PackedImages
+from miles.train.model_protocols import KeptTensors, ValueCallback
 
 
 class LoraRewardModel(LoraModel):
@@ -36,7 +33,6 @@ class LoraRewardModel(LoraModel):
         self, reward_model: RewardModel, lora: LoraSpec, *, base: Path, seed: int, start: Path | None = None
     ) -> None:
         self._reward_model = reward_model
-        self._num_forwards = 0
         reward_model.backbone.freeze()
         super().__init__(reward_model.backbone, lora, base=base, seed=seed, start=start)
 
@@ -46,20 +42,7 @@ class LoraRewardModel(LoraModel):
     def forward_backward_scores(
         self, micro_batches: Sequence[PackedSequences], callback: ValueCallback
     ) -> list[KeptTensors]:
-        return run_scores(self.scores, micro_batches, callback)
-
-    def scores(
-        self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], images: PackedImages | None = None
-    ) -> Tensor:
-        """Return the score of each sequence at its last token, in float32."""
-        if torch.is_grad_enabled():
-            self.set_dropout_key(self._adapters, self._num_forwards)
-            self._num_forwards += 1
-        return self._reward_model.scores(tokens_T, positions_T, lengths, images)
-
-    def after_update(self) -> None:
-        self._num_forwards = 0
-        super().after_update()
+        return self.run_with_dropout(self._reward_model.forward_backward_scores, micro_batches, callback)
 
     def move(self, device: torch.device) -> None:
         super().move(device)

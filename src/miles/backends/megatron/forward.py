@@ -21,6 +21,7 @@ from torch import distributed as dist
 from miles.backends.megatron.layer_spec import GPTBackbone
 from miles.backends.megatron.packed_batch import MegatronBatch, MegatronRows, RoutingReplay, build_megatron_batch
 from miles.backends.megatron.parallel_state import MegatronGroup, ParallelState
+from miles.backends.megatron.router import RouterBalance
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig, find_router_conflict
 from miles.core.errors import UsageError
 from miles.kernels.attention.indexer_replay import IndexerSelections
@@ -57,20 +58,22 @@ def run_forward_backward(
     judge: LossCallback,
     *,
     trained: bool,
+    balance: RouterBalance,
     stopwatch: Stopwatch | None = None,
     add_expert_load: Callable[[Tensor], None] | None = None,
     vocabulary_weights: tuple[Tensor, Tensor] | None = None,
 ) -> list[KeptTensors]:
     """Return what the loss callback keeps of every micro-batch, in order; gradients accumulate if grad mode is enabled.
 
-    ``stopwatch`` runs during this rank's forward. ``add_expert_load`` gets how often each expert was selected for this
-    rank's slots, [L, E], if there are gradients. With whole ``vocabulary_weights`` outputs have a draft's features.
+    ``balance`` adds its losses to the gradients. ``stopwatch`` runs during this rank's forward. ``add_expert_load``
+    gets how often each expert was selected for this rank's slots, [L, E], if there are gradients. With whole
+    ``vocabulary_weights`` outputs have a draft's features.
     """
     if not plan:
         return []
     _check_replay(tf_config, plan)
     with_grad = trained and torch.is_grad_enabled()
-    per_token = _token_weight(plan, state, tf_config) if with_grad and tf_config.balance.has_loss else 0.0
+    per_token = _token_weight(plan, state, tf_config) if with_grad and balance.has_loss else 0.0
     batches = [
         build_megatron_batch(
             rows,
@@ -80,7 +83,7 @@ def run_forward_backward(
             dtype=tf_config.params_dtype,
             numerics=tf_config.numerics,
             counted=with_grad and find_router_conflict(tf_config) is None,
-            balance=tf_config.balance if with_grad else None,
+            balance=balance if with_grad else None,
             per_token=per_token,
         )
         for rows in plan

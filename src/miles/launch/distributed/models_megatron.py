@@ -8,7 +8,7 @@ from typing import Any
 
 from miles.backends.fsdp.lora_critic import HeadCritic
 from miles.backends.megatron.config import build_recompute_flags
-from miles.backends.megatron.head_models import MegatronCritic, MegatronRewardModel
+from miles.backends.megatron.head_models import MegatronCritic, MegatronRewardModel, MegatronValueHead
 from miles.backends.megatron.model import MegatronModel, load_megatron_model
 from miles.backends.megatron.parallel_state import initialize_parallel_state
 from miles.launch.build.models import BaseCheckpoint, build_lora_model, resolve_side_spec
@@ -33,6 +33,7 @@ class MegatronModelFactory:
         self._plan = plan
         self._checkpoint = checkpoint
         self._dp_group: DataParallelGroup | None = None
+        self._actor: MegatronModel | None = None
 
     @property
     def dp_group(self) -> DataParallelGroup:
@@ -52,6 +53,7 @@ class MegatronModelFactory:
             lora=lora,
         )
         self._dp_group = model.dp_group
+        self._actor = model
         return model if lora is None else build_lora_model(config, checkpoint, model, lora)
 
     def reference(self, folder: Path) -> TrainModel:
@@ -71,7 +73,8 @@ class MegatronModelFactory:
         return value
 
     def value_head(self) -> HeadCritic:
-        raise AssertionError("a rule refuses a critic of adapters with Megatron")
+        assert self._actor is not None, "the actor with adapters is loaded first"
+        return MegatronValueHead(self._actor)
 
     def reward_model(self) -> ScoreModel:
         checkpoint = self._checkpoint

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from miles.algo.config import CRITIC_ESTIMATORS, OFFLINE_LOSSES
 from miles.backends.megatron.supported_models import (
     check_batch_invariant_support,
     check_megatron_support,
@@ -13,7 +12,7 @@ from miles.config.value_types import format_value
 from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.launch.plan.hardware import choose_device, count_accelerators
-from miles.launch.plan.lora import find_megatron_adapted_parts, shares_critic, shares_reference
+from miles.launch.plan.lora import find_megatron_adapted_parts, shares_reference
 from miles.launch.plan.plan import count_samples_per_prompt
 from miles.launch.plan.topology import (
     build_parallel_dims,
@@ -157,13 +156,6 @@ def check_megatron(c: Config) -> Iterator[str]:
             flag = f"--megatron-{c.megatron.megatron_flags[0][2:]}"
             yield f"{flag} needs --train-backend megatron; add that, or remove {flag}."
         return
-    has_critic = c.algo.advantage_estimator in CRITIC_ESTIMATORS and c.algo.loss_type not in OFFLINE_LOSSES
-    if has_critic and shares_critic(c):
-        yield (
-            f"--advantage-estimator {c.algo.advantage_estimator} with --lora-rank has a critic of adapters over the "
-            "policy's base, which --train-backend megatron does not support; give the critic weights of its own with "
-            "--critic-load, or use fsdp."
-        )
     if "--use-distributed-optimizer" in c.megatron.megatron_flags:
         if c.train.vision_lr is not None:
             yield (
