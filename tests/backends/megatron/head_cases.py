@@ -14,6 +14,7 @@ from miles.backends.fsdp.local_critic import LocalCritic
 from miles.backends.fsdp.local_model import LocalModel
 from miles.backends.fsdp.lora_critic import HeadCritic, LoraCritic
 from miles.backends.fsdp.lora_model import LoraModel
+from miles.backends.fsdp.lora_reward_model import HeadRewardModel, LoraRewardModel
 from miles.backends.fsdp.reward_model import RewardModel
 from miles.cluster.executor import InlineExecutor
 from miles.cluster.parallel_dims import ParallelDims
@@ -201,6 +202,52 @@ def reward_step(model: Any, dp_group: Any, batch: tuple[Sample, ...]) -> dict[st
 
 def local_reward_model(folder: Path) -> RewardModel:
     return RewardModel(hf.load(folder, device="cpu", dtype=torch.float32), config=read_config(folder), like=folder)
+
+
+def adapted_reward_model(model: HeadRewardModel, folder: Path, lora: LoraSpec) -> LoraRewardModel:
+    """The reward model under adapters none of which is zero."""
+    made = LoraRewardModel(model, lora, base=folder, seed=1)
+    cases.fill_factors(made.adapters(), seed=2)
+    made.after_update()
+    return made
+
+
+def adapted_reward_shared(
+    rank: int,
+    world: int,
+    folder: Path,
+    layout: ParallelDims,
+    flags: tuple[str, ...],
+    batch: tuple[Sample, ...],
+    lora: LoraSpec,
+    out: Path | None,
+) -> dict[str, Any]:
+    """The step on one of Megatron's ranks; after it a checkpoint is written, and a resumed step is compared."""
+    from tests.backends.megatron.shim import on_cpu
+
+    with on_cpu():
+        from miles.backends.megatron.head_models import MegatronScoreHead
+        from miles.backends.megatron.parallel_state import destroy_parallel_state
+
+        try:
+            base = cases.load_frozen(folder, layout, flags, lora)
+            head = MegatronScoreHead(base, config=read_config(folder))
+            model = adapted_reward_model(head, folder, lora)
+            found = reward_step(model, base.dp_group, batch)
+            trainer = found.pop("trainer")
+            if out is not None:
+                asyncio.run(trainer.save(out))
+                base.barrier()
+                step = Batch(step=1, samples=batch, num_groups=1)
+                wanted = dict(asyncio.run(trainer.step(step)).metrics)
+                after = {name: p.detach().clone() for name, p in model.parameters().items()}
+                resumed = reward_trainer(model, base.dp_group)
+                asyncio.run(resumed.load(out))
+                found["resumed"] = dict(asyncio.run(resumed.step(step)).metrics), wanted
+                found["equal"] = all(torch.equal(after[name], p) for name, p in model.parameters().items())
+            return found
+        finally:
+            destroy_parallel_state()
 
 
 def reward_shared(

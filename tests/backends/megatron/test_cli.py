@@ -111,7 +111,8 @@ def test_a_run_of_adapters_on_megatron_is_the_run_on_fsdp(tmp_path: Path, name: 
     assert (tmp_path / "megatron" / last / "adapter" / "adapter_model.safetensors").exists()
 
 
-def test_a_reward_model_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path):
+@pytest.mark.parametrize("adapters", [(), ("--lora-rank", "4")], ids=["weights", "adapters"])
+def test_a_reward_model_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path, adapters: tuple[str, ...]):
     inputs = write_inputs(tmp_path / "inputs")
     words = [json.loads(line)["input"] for line in (inputs / "train.jsonl").read_text().splitlines()]
     write_pairs(inputs / "pairs.jsonl", words)
@@ -120,7 +121,8 @@ def test_a_reward_model_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path):
     losses: list[list[float]] = []
     ranks = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "4", "--pipeline-model-parallel-size", "2")
     for name, more in (("fsdp", ()), ("megatron", ranks)):
-        run_miles("train", *line, "--save", str(tmp_path / name), "--loss-type", "rm_loss", "--lr", "3e-3", *more)
+        rate = ("--loss-type", "rm_loss", "--lr", "3e-3")
+        run_miles("train", *line, "--save", str(tmp_path / name), *rate, *adapters, *more)
         lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         losses.append([row["loss"] for row in lines if row["kind"] == "train"])
     assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], abs=1e-4)

@@ -228,3 +228,40 @@ class MegatronValueHead(ReplicatedHead):
         found = read_value_head(folder, value_head_shapes(self.backbone.spec.hidden_size))
         for name, value in self._head.items():
             value.copy_(found[name])
+
+
+class MegatronScoreHead(ReplicatedHead):
+    """A HeadRewardModel. Its folder is transformers' classifier, as that of a MegatronRewardModel."""
+
+    def __init__(self, backbone: MegatronModel, *, config: Mapping[str, Any]) -> None:
+        super().__init__(backbone, {SCORE: (1, backbone.spec.hidden_size)})
+        self._classifier = SequenceClassifier(config, backbone.spec.eos_token_ids)
+
+    def freeze_backbone(self) -> None:
+        """It is: Megatron's modules are built so."""
+        assert not any(p.requires_grad for p in self.backbone.parameters().values())
+
+    def forward_backward_scores(
+        self, micro_batches: Sequence[PackedSequences], callback: ValueCallback
+    ) -> list[KeptTensors]:
+        weight = self._head[SCORE]
+        return self.backbone.forward_backward(
+            micro_batches, lambda i, output: callback(i, _compute_scalars(output, weight))
+        )
+
+    def save(self, folder: Path) -> None:
+        self.backbone.save(folder)
+        if self.backbone.dp_group.is_lead:
+            self._classifier.write_score(folder, self._head[SCORE])
+        self.backbone.barrier()
+
+    def save_plan(self) -> SavePlan | None:
+        plan = self.backbone.save_plan()
+        score = single_tensor_unit(SCORE, self._head[SCORE])
+        return replace(plan, units=(*plan.units, score), config=self._classifier.build_config(plan.config))
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        stored, score = split_score(folder)
+        self.backbone.load_decoder(folder, self.backbone.spec, stored)
+        self._head[SCORE].copy_(read_score(score, self.backbone.spec.hidden_size))

@@ -224,17 +224,11 @@ def check_model_fits_parallel_dims(c: Config) -> Iterator[str]:
 def check_single_process_features(c: Config) -> Iterator[str]:
     if not is_distributed(c):
         return
-    if c.algo.loss_type == "rm_loss":
-        if c.train.train_backend == "fsdp":
-            yield (
-                "--loss-type rm_loss trains on one GPU with fsdp, and on several with --train-backend megatron; remove "
-                f"{_name_distributed_flag(c)}, or use megatron."
-            )
-        elif c.lora.is_enabled:
-            yield (
-                "--loss-type rm_loss with --lora-rank does not support --train-backend megatron; remove --lora-rank, "
-                "or use fsdp on one GPU."
-            )
+    if c.algo.loss_type == "rm_loss" and c.train.train_backend == "fsdp":
+        yield (
+            "--loss-type rm_loss trains on one GPU with fsdp, and on several with --train-backend megatron; remove "
+            f"{_name_distributed_flag(c)}, or use megatron."
+        )
     if c.train.critic_device != "auto":
         yield (
             f"--critic-device {c.train.critic_device} gives the critic one device, but with "
