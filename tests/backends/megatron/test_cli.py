@@ -147,6 +147,12 @@ EXACT = {
         *("--dtype", "bfloat16"),
     ),
     "adapters": (False, "--lora-rank", "4", "--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2"),
+    "adapters of the output layer": (
+        True,
+        *("--lora-rank", "4", "--target-modules", "all-linear,lm_head", "--dtype", "bfloat16", "--sequence-parallel"),
+        *("--actor-num-gpus-per-node", "4", *TENSOR, "--pipeline-model-parallel-size", "2"),
+        "--use-rollout-routing-replay",
+    ),
     "adapters of experts": (
         True,
         *("--lora-rank", "4", "--target-modules", "all-linear,experts", "--dtype", "bfloat16"),

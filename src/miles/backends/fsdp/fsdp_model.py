@@ -21,7 +21,6 @@ from miles.backends.fsdp import expert_parallel, tensor_parallel
 from miles.backends.fsdp.autograd_collectives import gather_replicated
 from miles.backends.fsdp.device_mesh import FsdpMesh
 from miles.backends.fsdp.fully_shard import accept_no_images, apply_fully_shard
-from miles.backends.fsdp.lora_model import build_head_lora
 from miles.backends.fsdp.master_params import MasterParams
 from miles.backends.fsdp.packed_batch import RankBatch, build_rank_batch
 from miles.backends.fsdp.param_shard import build_param_shards
@@ -44,7 +43,7 @@ from miles.models.quantization import count_packed_columns
 from miles.models.spec import DecoderSpec
 from miles.train.batch_tensors import MicroBatch
 from miles.train.indexer_replay import collect_counts
-from miles.train.logprobs import HeadOutput, PolicyFeatures
+from miles.train.logprobs import HeadOutput, PolicyFeatures, build_head_lora
 from miles.train.model_protocols import KeptTensors, LossCallback
 from miles.train.stopwatch import Stopwatch
 

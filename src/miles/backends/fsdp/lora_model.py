@@ -22,7 +22,7 @@ from miles.kernels.numerics import Numerics
 from miles.models.checkpoint import hf, peft
 from miles.models.checkpoint.safetensors_io import write_json
 from miles.models.checkpoint.save_plan import SavePlan, SaveUnit
-from miles.models.lora.adapters import WHOLE, LoraAdapters, ParamPart, PartOf, encode_factor, read_adapter
+from miles.models.lora.adapters import LoraAdapters, ParamPart, encode_factor, read_adapter
 from miles.models.lora.targets import LoraSpec, LoraTarget
 from miles.models.optim_groups import MuonMatrices
 from miles.models.quantization import plan_quantization
@@ -30,7 +30,6 @@ from miles.models.spec import DecoderSpec
 from miles.precision.quantize import dequantize, row_block
 from miles.precision.quantized_tensor import QuantizedTensor
 from miles.train.batch_tensors import MicroBatch
-from miles.train.logprobs import TrainedHeadLora
 from miles.train.model_protocols import (
     KeptTensors,
     LossCallback,
@@ -430,16 +429,6 @@ class UnmergedLoraModel(LoraModel):
         merged = base.clone()
         self._adapters.merge(name, merged, base)
         return merged
-
-
-def build_head_lora(
-    adapters: LoraAdapters, *, merged: bool, part_of: PartOf = lambda name: WHOLE
-) -> TrainedHeadLora | None:
-    """Return the adapter of the output layer for a forward; None if it has none, or this rank no rows of it."""
-    factors = adapters.head_factors(part_of)
-    if factors is None:
-        return None
-    return TrainedHeadLora(a_XD=factors[0], b_VX=factors[1], scale=adapters.lora.scale, merged=merged)
 
 
 def list_factor_matrices(adapters: LoraAdapters) -> dict[str, MuonMatrices]:

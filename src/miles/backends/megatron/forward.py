@@ -27,7 +27,7 @@ from miles.core.errors import UsageError
 from miles.kernels.attention.indexer_replay import IndexerSelections
 from miles.models.parallel.tp_sharding import ShardSegment
 from miles.train.indexer_replay import IndexerCounts, collect_counts
-from miles.train.logprobs import HeadOutput, PolicyFeatures
+from miles.train.logprobs import HeadOutput, PolicyFeatures, TrainedHeadLora
 from miles.train.model_protocols import KeptTensors, LossCallback
 from miles.train.stopwatch import Stopwatch
 
@@ -62,12 +62,13 @@ def run_forward_backward(
     stopwatch: Stopwatch | None = None,
     add_expert_load: Callable[[Tensor], None] | None = None,
     vocabulary_weights: tuple[Tensor, Tensor] | None = None,
+    build_lora: Callable[[], TrainedHeadLora | None] = lambda: None,
 ) -> list[KeptTensors]:
     """Return what the loss callback keeps of every micro-batch, in order; gradients accumulate if grad mode is enabled.
 
     ``balance`` adds its losses to the gradients. ``stopwatch`` runs during this rank's forward. ``add_expert_load``
     gets how often each expert was selected for this rank's slots, [L, E], if there are gradients. With whole
-    ``vocabulary_weights`` outputs have a draft's features.
+    ``vocabulary_weights`` outputs have a draft's features. ``build_lora`` returns the adapter of the output layer.
     """
     if not plan:
         return []
@@ -89,7 +90,9 @@ def run_forward_backward(
         for rows in plan
     ]
     steps = _list_steps(batches, tf_config, state)
-    stage = _Stage(tf_config, state, judge, with_grad=with_grad, vocabulary_weights=vocabulary_weights)
+    stage = _Stage(
+        tf_config, state, judge, with_grad=with_grad, vocabulary_weights=vocabulary_weights, build_lora=build_lora
+    )
     for chunk in chunks:
         chunk.train(with_grad)
     with torch.set_grad_enabled(with_grad):
@@ -155,9 +158,11 @@ class _Stage:
         judge: LossCallback,
         *,
         with_grad: bool,
-        vocabulary_weights: tuple[Tensor, Tensor] | None = None,
+        vocabulary_weights: tuple[Tensor, Tensor] | None,
+        build_lora: Callable[[], TrainedHeadLora | None],
     ) -> None:
         self._vocabulary_weights = vocabulary_weights
+        self._build_lora = build_lora
         self._tf_config = tf_config
         self._state = state
         self._judge = judge
@@ -226,6 +231,7 @@ class _Stage:
             indexer_replayed=None if indexer is None else indexer.replayed,
             numerics=self._tf_config.numerics,
             features=features,
+            lora=self._build_lora(),
         )
 
     def count(self, replays: Sequence[RoutingReplay | None]) -> None:

@@ -50,6 +50,7 @@ from miles.models.optim_groups import TRAINED_VISION, FrozenVision, MuonMatrices
 from miles.models.spec import DecoderSpec
 from miles.train.config import TrainConfig
 from miles.train.dp_group import DataParallelGroup
+from miles.train.logprobs import TrainedHeadLora, build_head_lora
 from miles.train.model_protocols import KeptTensors, LossCallback
 from miles.train.optim.lr_scheduler import LRSchedule
 from miles.train.optim.optimizer import OptimizerProtocol
@@ -152,7 +153,9 @@ class MegatronModel:
         self._config, self._like = config, like
         self._stopwatch, self._tokens = Stopwatch(tf_config.param_device), 0
         self._has_features = self._has_images = False
-        self._adapter_hooks: list[RemovableHandle] | None = None
+        self._adapters: LoraAdapters | None = None
+        self._adapter_hooks: list[RemovableHandle] = []
+        self._beside = False
         self._expert_load_LE: Tensor | None = None
         self._chunks = _build_chunks(tf_config, state)
         self.scalar_head = dict(scalar_head or {})
@@ -221,12 +224,19 @@ class MegatronModel:
             self.state,
             plan,
             judge,
-            trained=self._registry.trained or self._adapter_hooks is not None,
+            trained=self._registry.trained or self._adapters is not None,
             stopwatch=self._stopwatch,
             balance=balance,
             add_expert_load=self._add_expert_load if balance.bias_rate else None,
             vocabulary_weights=self._gather_vocabulary() if has_features else None,
+            build_lora=self._build_head_lora,
         )
+
+    def _build_head_lora(self) -> TrainedHeadLora | None:
+        """Return the adapter of this rank's rows of the output layer, with a graph of its own for each micro-batch."""
+        if self._adapters is None:
+            return None
+        return build_head_lora(self._adapters, merged=not self._beside, part_of=self.local_part)
 
     def enable_features(self, layers: Sequence[int]) -> None:
         """Return the features of an MTP draft from every forward with gradients from now on."""
@@ -260,8 +270,9 @@ class MegatronModel:
         The model must be frozen, and its linear layers those without Transformer Engine, whose norms are separate.
         """
         assert not self._registry.trained and not self.tf_config.transformer_engine
-        for hook in self._adapter_hooks or ():
+        for hook in self._adapter_hooks:
             hook.remove()
+        self._adapters, self._beside = adapters, beside
         self._adapter_hooks = attach_adapters(
             self._chunks,
             adapters,
