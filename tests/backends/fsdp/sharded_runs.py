@@ -16,8 +16,8 @@ from tests.backends.fsdp.load import load_fsdp_model
 from torch import Tensor
 
 from miles.backends.fsdp.device_mesh import FsdpMesh
-from miles.backends.fsdp.fsdp_critic import FsdpCritic
 from miles.backends.fsdp.fsdp_model import FsdpModel
+from miles.backends.fsdp.head_models import FsdpCritic
 from miles.backends.fsdp.local_critic import LocalCritic
 from miles.backends.fsdp.local_model import LocalModel
 from miles.cluster.parallel_dims import ParallelDims

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.launch.small_run import ROOT, flags, write_inputs
+from tests.launch.small_run import ROOT, flags, untie_embeddings, write_inputs
 from tests.launch.test_image_runs import write_rows
 from tests.launch.test_preference_runs import write_pairs
 from tests.models.draft.mtp_checkpoints import make_reference, save_reference
@@ -166,6 +166,8 @@ EXACT = {
 def test_an_exact_run_on_megatron_has_no_mismatch_after_any_publication(tmp_path: Path, name: str):
     moe, *more = EXACT[name]
     inputs = write_inputs(tmp_path / "inputs", moe=moe)
+    if "output layer" in name:
+        untie_embeddings(inputs)
     train(inputs, tmp_path / "run", "--train-backend", "megatron", "--parity", "exact", *more)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["kind"] == "train"]

@@ -224,11 +224,6 @@ def check_model_fits_parallel_dims(c: Config) -> Iterator[str]:
 def check_single_process_features(c: Config) -> Iterator[str]:
     if not is_distributed(c):
         return
-    if c.algo.loss_type == "rm_loss" and c.train.train_backend == "fsdp":
-        yield (
-            "--loss-type rm_loss trains on one GPU with fsdp, and on several with --train-backend megatron; remove "
-            f"{_name_distributed_flag(c)}, or use megatron."
-        )
     if c.train.critic_device != "auto":
         yield (
             f"--critic-device {c.train.critic_device} gives the critic one device, but with "
