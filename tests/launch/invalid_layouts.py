@@ -207,12 +207,4 @@ LAYOUTS: list[tuple[str, list[str]]] = [
             "--pipeline-model-parallel-size.",
         ],
     ),
-    (
-        "--actor-num-gpus-per-node 2 --loss-type rm_loss --n-samples-per-prompt 1 --no-rm-type --chosen-key label "
-        "--rejected-key input",
-        [
-            "--loss-type rm_loss trains on one GPU with fsdp, and on several with --train-backend megatron; remove "
-            "--actor-num-gpus-per-node 2, or use megatron.",
-        ],
-    ),
 ]

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from miles.backends.fsdp.device_mesh import FsdpMesh
-from miles.backends.fsdp.fsdp_critic import FsdpCritic
 from miles.backends.fsdp.fsdp_model import FsdpModel
+from miles.backends.fsdp.head_models import FsdpCritic
 from miles.backends.fsdp.lora_model import LoraModel
 from miles.cluster.parallel_dims import ParallelDims
 from miles.models.lora.targets import LoraSpec

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import transformers.models.auto.tokenization_auto  # noqa: F401
+from safetensors.torch import load_file, save_file
 from tests.pool import PRELOADED
 
 import miles.launch.commands.demo
@@ -29,6 +30,16 @@ def write_inputs(folder: Path, *, moe: bool = False) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     demo_task.write_task(folder, demo_task.Task(warmup_words=64, train_words=24, heldout_words=6, longest=4), seed=1)
     demo_task.write_checkpoint(folder, moe=moe, seed=1)
+    return folder
+
+
+def untie_embeddings(folder: Path) -> Path:
+    """Give the checkpoint an output layer of its own, which begins as the embedding."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

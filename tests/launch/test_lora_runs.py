@@ -221,10 +221,6 @@ def test_upstreams_flags_are_taken(house, line):
             "an adapter of the output layer, does not work with --lora-dropout",
         ),
         (
-            "--lora-rank 8 --target-modules lm_head --hf-checkpoint untied --train-backend megatron",
-            "does not support adapters of the output layer, such as lm_head",
-        ),
-        (
             "--lora-rank 8 --target-modules lm_head --hf-checkpoint untied --no-lora-merge --rollout-backend sglang",
             "lm_head is the output layer, of which it is sent no adapters",
         ),

@@ -179,7 +179,11 @@ def test_a_killed_run_on_pairs_continues_to_the_bit(inputs, tmp_path, loss):
     assert everything(tmp_path / "calm") == everything(tmp_path / "run")
 
 
-@pytest.mark.parametrize("more", [(), ("--lora-rank", "4")], ids=["weights", "adapters"])
+@pytest.mark.parametrize(
+    "more",
+    [(), ("--lora-rank", "4"), ("--lora-rank", "4", "--actor-num-gpus-per-node", "2")],
+    ids=["weights", "adapters", "adapters over ranks"],
+)
 def test_a_reward_model_trains_and_is_a_classifier(inputs, tmp_path, more):
     run = tmp_path / "run"
     argv = flags(inputs, run, "--num-rollout", "3", "--lr", "3e-3", "--max-tokens-per-gpu", "60", *more)

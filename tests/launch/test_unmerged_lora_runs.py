@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tests.launch.small_run import everything, flags, miles, write_inputs
+from safetensors.torch import load_file
+from tests.launch.small_run import everything, flags, miles, untie_embeddings, write_inputs
 
 from miles.models.checkpoint import hf
 
@@ -29,13 +29,7 @@ def moe(tmp_path_factory):
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory):
     """The dense model with an output layer of its own, which begins as the embedding."""
-    folder = write_inputs(tmp_path_factory.mktemp("untied"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return untie_embeddings(write_inputs(tmp_path_factory.mktemp("untied")))
 
 
 def train(inputs: Path, run: Path, *more: str, steps: int = 2) -> list[dict]:

@@ -162,7 +162,7 @@ def test_a_step_with_adapters_equals_that_of_the_peft_library(tmp_path, lora):
     named = {n.replace(".default.", ".").replace("modules_to_save.", ""): p for n, p in theirs.named_parameters()}
     for s in samples:
         tokens = torch.from_numpy(s.tokens).long()
-        found = model.scores(tokens, torch.arange(len(tokens)), (len(tokens),)).item()
+        found = model._reward_model.scores(tokens, torch.arange(len(tokens)), (len(tokens),)).item()
         assert found == pytest.approx(theirs(tokens[None]).logits.item(), abs=1e-5)
         assert found == pytest.approx(classifier(kept)(tokens[None]).logits.item(), abs=1e-5)
     (tmp_path / "saved").mkdir()

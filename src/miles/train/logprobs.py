@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from miles.kernels.fused.lm_head import HeadLora
 from miles.kernels.numerics import FAST, Numerics
 from miles.kernels.runtime.triton_compat import use_triton_training
+from miles.models.lora.adapters import WHOLE, LoraAdapters, PartOf
 from miles.train import vocab_parallel_logprobs
 from miles.train.vocab_parallel_logprobs import (
     LogitParams,
@@ -86,6 +87,16 @@ class TrainedHeadLora:
             return None
         a_XD, b_VX = (factor.detach().to(dtype) for factor in (self.a_XD, self.b_VX))
         return HeadLora(a_rD=a_XD, b_Vr=b_VX, scale=self.scale, numerics=numerics)
+
+
+def build_head_lora(
+    adapters: LoraAdapters, *, merged: bool, part_of: PartOf = lambda name: WHOLE
+) -> TrainedHeadLora | None:
+    """Return the adapter of the output layer for a forward; None if it has none, or this rank no rows of it."""
+    factors = adapters.head_factors(part_of)
+    if factors is None:
+        return None
+    return TrainedHeadLora(a_XD=factors[0], b_VX=factors[1], scale=adapters.lora.scale, merged=merged)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

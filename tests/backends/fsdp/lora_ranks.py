@@ -14,7 +14,7 @@ from tests.backends.fsdp.load import load_fsdp_model
 from tests.backends.fsdp.sharded_runs import CPU, LENGTHS, Found, judged, part_of, rows_of, trained
 
 from miles.backends.fsdp.device_mesh import FsdpMesh
-from miles.backends.fsdp.fsdp_critic import FsdpCritic
+from miles.backends.fsdp.head_models import FsdpCritic
 from miles.backends.fsdp.local_critic import LocalCritic
 from miles.backends.fsdp.local_model import LocalModel
 from miles.backends.fsdp.lora_critic import HeadCritic, LoraCritic

@@ -16,8 +16,8 @@ from tests.backends.fsdp.load import load_fsdp_model
 from torch import Tensor
 
 from miles.backends.fsdp.device_mesh import FsdpMesh
-from miles.backends.fsdp.fsdp_critic import FsdpCritic
 from miles.backends.fsdp.fsdp_model import FsdpModel
+from miles.backends.fsdp.head_models import FsdpCritic
 from miles.backends.fsdp.local_critic import LocalCritic
 from miles.backends.fsdp.local_model import LocalModel
 from miles.cluster.parallel_dims import ParallelDims
@@ -203,9 +203,7 @@ def judged(model: ValueModel, plan: Sequence[MicroBatch]) -> dict[str, np.ndarra
         for name, parameter in model.parameters().items():
             if name.startswith("value_head."):
                 parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
-    for rows in plan:
-        values_R = model.values(rows.tokens_T, rows.positions_T, rows.lengths, rows.before_R)
-        (rows.weight_R * values_R.square()).sum().backward()
+    model.forward_backward_values(plan, lambda i, value_R: ((plan[i].weight_R * value_R.square()).sum(), {}))
     model.finalize_grads()
     grads = {name: p.grad for name, p in model.parameters().items() if p.grad is not None}
     found = {name: model.gather(name, grad).numpy().copy() for name, grad in grads.items()}

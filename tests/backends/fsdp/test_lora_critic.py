@@ -63,7 +63,7 @@ def test_values_and_gradients_are_those_of_the_peft_library_with_a_linear_on_top
     pull = torch.arange(1.0, 6.0)
     (expected * pull).sum().backward()
     with value.in_use():
-        found = value.values(tokens, positions, lengths, AT)
+        found = value._critic.values(tokens, positions, lengths, AT)
         (found * pull).sum().backward()
     value.finalize_grads()
     assert torch.allclose(found, expected, atol=1e-5)
@@ -83,7 +83,7 @@ def test_the_critic_has_no_copy_of_the_base_and_leaves_the_policy_as_it_was(tmp_
     value = critic_over(actor)
     _, tokens, positions, lengths = packed()
     with value.in_use(), torch.no_grad():
-        found = value.values(tokens, positions, lengths, AT)
+        found = value._critic.values(tokens, positions, lengths, AT)
         merged = {name: p.detach().clone() for name, p in actor._base_model.parameters().items()}
     for name, parameter in actor.parameters().items():
         assert parameter.data_ptr() == before[name][0] and torch.equal(parameter, before[name][1]), name

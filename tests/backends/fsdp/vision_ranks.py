@@ -13,7 +13,7 @@ from tests.backends.fsdp.sharded_runs import Found, exact, trained
 from tests.train.vision_samples import mixed, pack
 
 from miles.backends.fsdp.device_mesh import FsdpMesh
-from miles.backends.fsdp.fsdp_critic import FsdpCritic
+from miles.backends.fsdp.head_models import FsdpCritic
 from miles.cluster.parallel_dims import ParallelDims
 from miles.kernels.numerics import BATCH_INVARIANT, FAST
 from miles.models.activation_checkpointing import RecomputeMode

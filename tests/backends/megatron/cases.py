@@ -32,6 +32,7 @@ from miles.models.checkpoint import hf
 from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
+from miles.models.lora.adapters import LoraAdapters
 from miles.models.lora.targets import LoraSpec, select_targets
 from miles.models.spec import DecoderSpec
 from miles.train.batch_tensors import flatten_batch, pack_micro_batch
@@ -178,13 +179,18 @@ def read_lora(folder: Path, wanted: str | None = None, **form: Any) -> LoraSpec:
 def adapted(base: Any, folder: Path, lora: LoraSpec) -> LoraModel:
     """The model under adapters none of which is zero."""
     model = (UnmergedLoraModel if lora.unmerged else LoraModel)(base, lora, base=folder, seed=1)
-    random = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in model.adapters().parameters.items():
-            start = parameter if "magnitude" in name else 0.0
-            parameter.copy_(start + 0.1 * torch.randn(parameter.shape, generator=random))
+    fill_factors(model.adapters(), seed=2)
     model.after_update()
     return model
+
+
+def fill_factors(adapters: LoraAdapters, *, seed: int) -> None:
+    """None of them is zero."""
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in adapters.parameters.items():
+            start = parameter if "magnitude" in name else 0.0
+            parameter.copy_(start + 0.1 * torch.randn(parameter.shape, generator=random))
 
 
 def alone_adapted(
@@ -194,6 +200,15 @@ def alone_adapted(
     decoder = hf.load(folder, device="cpu", dtype=torch.float32)
     model = adapted(LocalModel(decoder, config=read_config(folder), frozen=True), folder, lora)
     return stepped(model, batch, SINGLE_RANK, algo, LoraReference(model) if referred else None)
+
+
+def load_frozen(folder: Path, layout: ParallelDims, flags: tuple[str, ...], lora: LoraSpec) -> Any:
+    """The base of adapters on one of Megatron's ranks."""
+    from miles.backends.megatron.model import load_megatron_model
+
+    config = read_config(folder)
+    how: dict[str, Any] = {"dtype": torch.float32, "flags": flags, "frozen": True, "config": config, "lora": lora}
+    return load_megatron_model(folder, spec_from_config(config), layout, **how)
 
 
 def shared_adapted(
@@ -212,12 +227,9 @@ def shared_adapted(
     from tests.backends.megatron.shim import on_cpu
 
     with on_cpu():
-        from miles.backends.megatron.model import load_megatron_model
         from miles.backends.megatron.parallel_state import destroy_parallel_state
 
-        spec, config = spec_from_config(read_config(folder)), read_config(folder)
-        how: dict[str, Any] = {"dtype": torch.float32, "flags": flags, "frozen": True, "config": config, "lora": lora}
-        base = load_megatron_model(folder, spec, layout, **how)
+        base = load_frozen(folder, layout, flags, lora)
         try:
             model = adapted(base, folder, lora)
             found = stepped(model, batch, base.dp_group, algo, LoraReference(model) if referred else None)

@@ -12,6 +12,9 @@ from tests.train.small_trainer import EPS, worker
 from miles.algo.config import AlgoConfig
 from miles.backends.fsdp.local_critic import LocalCritic
 from miles.backends.fsdp.local_model import LocalModel
+from miles.backends.fsdp.lora_critic import HeadCritic, LoraCritic
+from miles.backends.fsdp.lora_model import LoraModel
+from miles.backends.fsdp.lora_reward_model import HeadRewardModel, LoraRewardModel
 from miles.backends.fsdp.reward_model import RewardModel
 from miles.cluster.executor import InlineExecutor
 from miles.cluster.parallel_dims import ParallelDims
@@ -21,6 +24,7 @@ from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.checkpoint.sequence_classifier import SCORE
 from miles.models.checkpoint.value_head import value_head_shapes
 from miles.models.families import spec_from_config
+from miles.models.lora.targets import LoraSpec
 from miles.train.config import TrainConfig
 from miles.train.critic import Critic
 from miles.train.dp_group import SINGLE_RANK
@@ -114,6 +118,62 @@ def ppo_shared(
             destroy_parallel_state()
 
 
+def adapter_critic(actor: LoraModel, head: HeadCritic) -> LoraCritic:
+    """A critic over the base of ``actor``, none of whose factors is zero."""
+    critic = LoraCritic(actor, head, seed=4)
+    cases.fill_factors(critic.adapters(), seed=5)
+    return critic
+
+
+def local_adapter_pair(folder: Path, lora: LoraSpec) -> tuple[LoraModel, LoraCritic]:
+    decoder = hf.load(folder, device="cpu", dtype=torch.float32)
+    actor = cases.adapted(LocalModel(decoder, config=read_config(folder), frozen=True), folder, lora)
+    return actor, adapter_critic(actor, LocalCritic(decoder))
+
+
+def adapter_ppo_alone(folder: Path, batch: tuple[Sample, ...], algo: dict[str, Any], lora: LoraSpec) -> dict[str, Any]:
+    """The step of an adapter critic and its policy in one process, itself held against PEFT."""
+    return ppo_step(*local_adapter_pair(folder, lora), SINGLE_RANK, batch, algo)
+
+
+def adapter_ppo_shared(
+    rank: int,
+    world: int,
+    folder: Path,
+    layout: ParallelDims,
+    flags: tuple[str, ...],
+    batch: tuple[Sample, ...],
+    algo: dict[str, Any],
+    lora: LoraSpec,
+    out: Path | None,
+) -> dict[str, Any]:
+    """The step on one of Megatron's ranks; after it a checkpoint is written, and a resumed step is compared."""
+    from tests.backends.megatron.shim import on_cpu
+
+    with on_cpu():
+        from miles.backends.megatron.head_models import MegatronValueHead
+        from miles.backends.megatron.parallel_state import destroy_parallel_state
+
+        try:
+            base = cases.load_frozen(folder, layout, flags, lora)
+            actor = cases.adapted(base, folder, lora)
+            found = ppo_step(actor, adapter_critic(actor, MegatronValueHead(base)), base.dp_group, batch, algo)
+            trainer = found.pop("trainer")
+            if out is not None:
+                asyncio.run(trainer.save(out))
+                base.barrier()
+                value = LoraCritic(actor, MegatronValueHead(base), seed=4)
+                resumed, _ = ppo_trainer(actor, value, base.dp_group, algo)
+                next_steps = [Batch(step=1, samples=batch, num_groups=1)] * 2
+                wanted, live = asyncio.run(trainer.step(next_steps[0])), trainer._critic._model.parameters()
+                asyncio.run(resumed.load(out))
+                found["resumed"] = dict(asyncio.run(resumed.step(next_steps[1])).metrics), dict(wanted.metrics)
+                found["equal"] = all(torch.equal(live[name], p) for name, p in value.parameters().items())
+            return found
+        finally:
+            destroy_parallel_state()
+
+
 def rewarded(kind: str) -> tuple[Sample, ...]:
     """Ragged samples with a reward each, which PPO's estimator spreads over their tokens."""
     found = cases.samples(kind)
@@ -142,6 +202,52 @@ def reward_step(model: Any, dp_group: Any, batch: tuple[Sample, ...]) -> dict[st
 
 def local_reward_model(folder: Path) -> RewardModel:
     return RewardModel(hf.load(folder, device="cpu", dtype=torch.float32), config=read_config(folder), like=folder)
+
+
+def adapted_reward_model(model: HeadRewardModel, folder: Path, lora: LoraSpec) -> LoraRewardModel:
+    """The reward model under adapters none of which is zero."""
+    made = LoraRewardModel(model, lora, base=folder, seed=1)
+    cases.fill_factors(made.adapters(), seed=2)
+    made.after_update()
+    return made
+
+
+def adapted_reward_shared(
+    rank: int,
+    world: int,
+    folder: Path,
+    layout: ParallelDims,
+    flags: tuple[str, ...],
+    batch: tuple[Sample, ...],
+    lora: LoraSpec,
+    out: Path | None,
+) -> dict[str, Any]:
+    """The step on one of Megatron's ranks; after it a checkpoint is written, and a resumed step is compared."""
+    from tests.backends.megatron.shim import on_cpu
+
+    with on_cpu():
+        from miles.backends.megatron.head_models import MegatronScoreHead
+        from miles.backends.megatron.parallel_state import destroy_parallel_state
+
+        try:
+            base = cases.load_frozen(folder, layout, flags, lora)
+            head = MegatronScoreHead(base, config=read_config(folder))
+            model = adapted_reward_model(head, folder, lora)
+            found = reward_step(model, base.dp_group, batch)
+            trainer = found.pop("trainer")
+            if out is not None:
+                asyncio.run(trainer.save(out))
+                base.barrier()
+                step = Batch(step=1, samples=batch, num_groups=1)
+                wanted = dict(asyncio.run(trainer.step(step)).metrics)
+                after = {name: p.detach().clone() for name, p in model.parameters().items()}
+                resumed = reward_trainer(model, base.dp_group)
+                asyncio.run(resumed.load(out))
+                found["resumed"] = dict(asyncio.run(resumed.step(step)).metrics), wanted
+                found["equal"] = all(torch.equal(after[name], p) for name, p in model.parameters().items())
+            return found
+        finally:
+            destroy_parallel_state()
 
 
 def reward_shared(

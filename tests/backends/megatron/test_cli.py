@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.launch.small_run import ROOT, flags, write_inputs
+from tests.launch.small_run import ROOT, flags, untie_embeddings, write_inputs
 from tests.launch.test_image_runs import write_rows
 from tests.launch.test_preference_runs import write_pairs
 from tests.models.draft.mtp_checkpoints import make_reference, save_reference
@@ -67,6 +67,24 @@ def test_a_ppo_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path):
     assert all(torch.allclose(heads[0][n], heads[1][n], atol=2e-3) and heads[0][n].any() for n in heads[0])
 
 
+def test_a_ppo_run_with_an_adapter_critic_on_megatron_is_the_run_on_fsdp_and_resumes_to_the_bit(tmp_path: Path):
+    inputs = write_inputs(tmp_path / "inputs")
+    ppo = ("--advantage-estimator", "ppo", "--critic-lr", "1e-2", "--lora-rank", "4", "--lr", "1e-2")
+    wanted = train(inputs, tmp_path / "fsdp", *ppo)
+    ranks = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2")
+    found = train(inputs, tmp_path / "megatron", *ppo, *ranks)
+    assert len(found) == 3 and found == pytest.approx(wanted, abs=1e-6)
+    resumed, saved = tmp_path / "resumed", ("--save-interval", "1")
+    run_miles("train", *flags(inputs, resumed, *ppo, *ranks, *saved, "--debug-exit-after-rollout", "2", steps=3))
+    assert train(inputs, resumed, *ppo, *ranks, *saved) == found
+    last, kept = "checkpoints/step-000003", [tmp_path / "fsdp", tmp_path / "megatron", resumed]
+    heads = [load_file(run / last / "critic/value_head.safetensors") for run in kept]
+    adapters = [load_file(run / last / "critic/adapter/adapter_model.safetensors") for run in kept]
+    for one, two, three in (heads, adapters, [_weights(run / last) for run in kept]):
+        assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
+        assert three.keys() == two.keys() and all(torch.equal(three[n], two[n]) for n in two)
+
+
 SERVED = ("--lora-rank", "4", "--use-kl-loss", "--kl-loss-coef", "0.1", "--rollout-backend", "served")
 TENSOR_RANKS = ("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2")
 ADAPTERS = {
@@ -93,7 +111,8 @@ def test_a_run_of_adapters_on_megatron_is_the_run_on_fsdp(tmp_path: Path, name: 
     assert (tmp_path / "megatron" / last / "adapter" / "adapter_model.safetensors").exists()
 
 
-def test_a_reward_model_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path):
+@pytest.mark.parametrize("adapters", [(), ("--lora-rank", "4")], ids=["weights", "adapters"])
+def test_a_reward_model_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path, adapters: tuple[str, ...]):
     inputs = write_inputs(tmp_path / "inputs")
     words = [json.loads(line)["input"] for line in (inputs / "train.jsonl").read_text().splitlines()]
     write_pairs(inputs / "pairs.jsonl", words)
@@ -102,7 +121,8 @@ def test_a_reward_model_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path):
     losses: list[list[float]] = []
     ranks = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "4", "--pipeline-model-parallel-size", "2")
     for name, more in (("fsdp", ()), ("megatron", ranks)):
-        run_miles("train", *line, "--save", str(tmp_path / name), "--loss-type", "rm_loss", "--lr", "3e-3", *more)
+        rate = ("--loss-type", "rm_loss", "--lr", "3e-3")
+        run_miles("train", *line, "--save", str(tmp_path / name), *rate, *adapters, *more)
         lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         losses.append([row["loss"] for row in lines if row["kind"] == "train"])
     assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], abs=1e-4)
@@ -127,6 +147,12 @@ EXACT = {
         *("--dtype", "bfloat16"),
     ),
     "adapters": (False, "--lora-rank", "4", "--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2"),
+    "adapters of the output layer": (
+        True,
+        *("--lora-rank", "4", "--target-modules", "all-linear,lm_head", "--dtype", "bfloat16", "--sequence-parallel"),
+        *("--actor-num-gpus-per-node", "4", *TENSOR, "--pipeline-model-parallel-size", "2"),
+        "--use-rollout-routing-replay",
+    ),
     "adapters of experts": (
         True,
         *("--lora-rank", "4", "--target-modules", "all-linear,experts", "--dtype", "bfloat16"),
@@ -140,6 +166,8 @@ EXACT = {
 def test_an_exact_run_on_megatron_has_no_mismatch_after_any_publication(tmp_path: Path, name: str):
     moe, *more = EXACT[name]
     inputs = write_inputs(tmp_path / "inputs", moe=moe)
+    if "output layer" in name:
+        untie_embeddings(inputs)
     train(inputs, tmp_path / "run", "--train-backend", "megatron", "--parity", "exact", *more)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["kind"] == "train"]

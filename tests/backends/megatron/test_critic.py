@@ -3,12 +3,13 @@
 import asyncio
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.backends.megatron import cases, head_cases
-from tests.backends.megatron.test_model import DISTRIBUTED_OPTIMIZER, INTERLEAVED, Case, algo_of, layout
+from tests.backends.megatron.test_model import AGAIN, DISTRIBUTED_OPTIMIZER, INTERLEAVED, Case, algo_of, layout
 from tests.pool import ranks
 
 from miles.core.types import Batch
@@ -48,6 +49,67 @@ def test_a_ppo_step_of_any_layout_is_the_step_of_one_process(tmp_path: Path, cas
         assert not cases.apart(found["grads"], wanted["grads"], 1e-4)
         assert not cases.apart(found["after"], wanted["after"], 1e-4)
         assert not cases.apart(found["actor"], wanted["actor"], 1e-4)
+
+
+PARTS = "all-linear,experts"
+ADAPTERS: dict[str, tuple[Case, str | None, dict[str, Any]]] = {
+    "one rank": (Case("qwen3", {}), None, {}),
+    "tensor": (Case("qwen3 untied", {"tensor": 2}), None, {}),
+    "sequence": (Case("qwen3", {"tensor": 2, "sequence": True}), None, {}),
+    "recomputed": (Case("qwen3", {"tensor": 2, "sequence": True}, AGAIN), None, {}),
+    "pipeline": (Case("qwen3", {"pipeline": 2}), None, {}),
+    "interleaved": (Case("qwen3 untied", {"pipeline": 2}, INTERLEAVED), None, {}),
+    "context": (Case("qwen3", {"context": 2}), None, {}),
+    "data": (Case("qwen3", {"shard": 2}), None, {}),
+    "experts": (Case("qwen3_moe", {"shard": 2, "expert": 2}), PARTS, {}),
+    "MLA, tensor": (Case("deepseek_v3", {"tensor": 2, "sequence": True}), PARTS, {}),
+    "DoRA": (Case("qwen3", {"tensor": 2, "sequence": True}), None, {"use_dora": True}),
+    "dropout, pipeline": (Case("qwen3", {"pipeline": 2}), None, {"dropout": 0.3}),
+    "unmerged": (Case("qwen3", {"tensor": 2, "sequence": True}), None, {"unmerged": True}),
+    "tensor and pipeline": (Case("qwen3", {"tensor": 2, "pipeline": 2, "sequence": True}), None, {}),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_ppo_step_of_an_adapter_critic_in_any_layout_is_the_step_of_one_process(tmp_path: Path, name: str):
+    case, modules, form = ADAPTERS[name]
+    folder, batch, algo = cases.written(tmp_path / "model", case.kind), head_cases.rewarded(case.kind), {}
+    lora, where = cases.read_lora(folder, modules, **form), layout(case.sizes)
+    wanted = head_cases.adapter_ppo_alone(folder, batch, algo, lora)
+    assert wanted["metrics"]["value_loss"] > 0.01 and wanted["metrics"]["critic_grad_norm"] > 0.1
+    assert wanted["grads"].keys() == set(wanted["after"]) and "value_head.weight" in wanted["grads"]
+    given = (folder, where, case.flags, batch, algo, lora, None)
+    for found in ranks(where.world, head_cases.adapter_ppo_shared, *given):
+        assert not cases.unlike(found["metrics"], wanted["metrics"])
+        assert not cases.apart(found["grads"], wanted["grads"], 1e-4)
+        assert not cases.apart(found["after"], wanted["after"], 1e-4)
+        assert not cases.apart(found["actor"], wanted["actor"], 1e-4)
+
+
+def test_router_balancing_of_the_policy_is_not_in_the_gradients_of_an_adapter_critic(tmp_path: Path):
+    folder, batch = cases.written(tmp_path / "model", "qwen3_moe"), head_cases.rewarded("qwen3_moe")
+    lora, where = cases.read_lora(folder, "attn"), layout({"shard": 2, "expert": 2})
+    wanted = head_cases.adapter_ppo_alone(folder, batch, {}, lora)
+    given = (folder, where, ("--moe-aux-loss-coeff", "0.5"), batch, {}, lora, None)
+    for found in ranks(2, head_cases.adapter_ppo_shared, *given):
+        assert not cases.apart(found["grads"], wanted["grads"], 1e-4)
+        assert abs(found["metrics"]["grad_norm"] - wanted["metrics"]["grad_norm"]) > 1e-3
+
+
+@pytest.mark.parametrize("form", [{}, {"dropout": 0.3}], ids=["LoRA", "dropout"])
+def test_an_adapter_critic_goes_on_to_the_bit_and_in_one_process(tmp_path: Path, form: dict[str, Any]):
+    folder, batch = cases.written(tmp_path / "model", "qwen3 untied"), head_cases.rewarded("qwen3 untied")
+    lora, where, kept = cases.read_lora(folder, **form), layout({"tensor": 2, "pipeline": 2}), tmp_path / "kept"
+    kept.mkdir()
+    for found in ranks(4, head_cases.adapter_ppo_shared, folder, where, (), batch, {}, lora, kept):
+        assert found["resumed"][0] == found["resumed"][1] and found["equal"]
+    assert {p.name for p in (kept / "critic").iterdir()} >= {"adapter", "value_head.safetensors"}
+    assert not list((kept / "critic").glob("model*.safetensors"))
+    own = head_cases.adapter_ppo_alone(folder, batch, {}, lora)["trainer"]
+    heir, critic = head_cases.ppo_trainer(*head_cases.local_adapter_pair(folder, lora), SINGLE_RANK, {})
+    asyncio.run(heir.load(kept))
+    mine, theirs = (dict(c._model.parameters()) for c in (own._critic, critic))
+    assert not cases.apart(theirs, mine, 1e-4)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def lora_of(kind: str, modules: str | None = None, **form: Any) -> LoraSpec:
     return cases.lora_of(spec_from_config(cases.KINDS[kind]), modules, **form)
 
 
-PARTS = "all-linear,experts"
+PARTS, HEAD = "all-linear,experts", "all-linear,lm_head"
 ANY_MODULE: dict[str, tuple[Case, str | None, dict[str, Any]]] = {
     "MLA and experts": (Case("deepseek_v3", {}), PARTS, {}),
     "MLA and experts, tensor": (Case("deepseek_v3", {"tensor": 2, "sequence": True}), PARTS, {}),
@@ -71,8 +71,21 @@ ANY_MODULE: dict[str, tuple[Case, str | None, dict[str, Any]]] = {
     "unmerged": (Case("qwen3", {"tensor": 2, "sequence": True}), None, {"unmerged": True}),
     "unmerged experts": (Case("deepseek_v3", {"shard": 2, "expert": 2}), PARTS, {"unmerged": True}),
     "unmerged, pipeline": (Case("qwen3", {"pipeline": 2}), None, {"unmerged": True}),
+    "output layer": (Case("qwen3 untied", {}), HEAD, {}),
+    "output layer, tensor": (Case("qwen3 untied", {"tensor": 2}), HEAD, {}),
+    "output layer, sequence": (Case("llama", {"tensor": 2, "sequence": True}), HEAD, {}),
+    "output layer, pipeline": (Case("qwen3 untied", {"pipeline": 2}), HEAD, {}),
+    "output layer, interleaved": (Case("qwen3 untied", {"pipeline": 2}, INTERLEAVED), HEAD, {}),
+    "output layer, context": (Case("qwen3 untied", {"context": 2}), HEAD, {}),
+    "output layer, data and experts": (Case("qwen3_moe", {"shard": 2, "expert": 2}), HEAD, {}),
+    "output layer alone": (Case("qwen3 untied", {"tensor": 2, "pipeline": 2}), "lm_head", {}),
+    "output layer, unmerged": (
+        Case("qwen3 untied", {"tensor": 2, "pipeline": 2, "sequence": True}),
+        HEAD,
+        {"unmerged": True},
+    ),
 }
-"""Adapters that Megatron's modules cannot have: those parts are the decoder's modules."""
+"""Adapters that Megatron's modules cannot have, whose parts are the decoder's modules, and of the output layer."""
 
 
 @pytest.mark.parametrize("name", ANY_MODULE)

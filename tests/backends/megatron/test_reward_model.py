@@ -3,15 +3,18 @@
 import asyncio
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from tests.backends.megatron import cases, head_cases
 from tests.backends.megatron.test_model import DISTRIBUTED_OPTIMIZER, INTERLEAVED, Case, layout
 from tests.pool import ranks
 from tests.train.test_preference import pairs
 from transformers import AutoModelForSequenceClassification
 
+from miles.backends.fsdp.lora_reward_model import LoraRewardModel
 from miles.core.types import Batch
 from miles.train.dp_group import SINGLE_RANK
 
@@ -77,3 +80,59 @@ def test_its_folder_is_transformers_classifier_and_training_goes_on_in_one_proce
     for trainer in (own, heir):
         asyncio.run(trainer.step(Batch(step=1, samples=batch, num_groups=1)))
     assert not cases.apart(dict(heir.weights()), dict(own.weights()), 1e-3)
+
+
+PARTS = "all-linear,experts"
+ADAPTERS: dict[str, tuple[Case, str | None, dict[str, Any]]] = {
+    "one rank": (Case("qwen3", {}), None, {}),
+    "sequence": (Case("qwen3 untied", {"tensor": 2, "sequence": True}), None, {}),
+    "tensor": (Case("qwen3", {"tensor": 2}), None, {}),
+    "pipeline": (Case("qwen3", {"pipeline": 2}), None, {}),
+    "interleaved": (Case("qwen3 untied", {"pipeline": 2}, INTERLEAVED), None, {}),
+    "context": (Case("qwen3", {"context": 2}), None, {}),
+    "data": (Case("qwen3 untied", {"shard": 2}), None, {}),
+    "experts": (Case("qwen3_moe", {"shard": 2, "expert": 2}), PARTS, {}),
+    "MLA": (Case("deepseek_v3", {"tensor": 2, "sequence": True}), PARTS, {}),
+    "DoRA": (Case("qwen3", {"tensor": 2, "sequence": True}), None, {"use_dora": True}),
+    "dropout": (Case("qwen3", {"pipeline": 2}), None, {"dropout": 0.3}),
+    "tensor and pipeline": (Case("qwen3", {"tensor": 2, "pipeline": 2}), None, {}),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_step_of_adapters_under_a_score_in_any_layout_is_the_step_of_one_process(tmp_path: Path, name: str):
+    case, modules, form = ADAPTERS[name]
+    folder, batch = cases.written(tmp_path / "model", case.kind), tuple(pairs())
+    lora, where = cases.read_lora(folder, modules, **form), layout(case.sizes)
+    model = head_cases.adapted_reward_model(head_cases.local_reward_model(folder), folder, lora)
+    wanted = head_cases.reward_step(model, SINGLE_RANK, batch)
+    assert wanted["metrics"]["grad_norm"] > 0.1 and wanted["metrics"]["micro_batches"] > 1
+    assert wanted["grads"].keys() == {n for n in wanted["after"] if ".lora_" in n} | {"score.weight"}
+    given = (folder, where, case.flags, batch, lora, None)
+    for found in ranks(where.world, head_cases.adapted_reward_shared, *given):
+        assert not cases.unlike(found["metrics"], wanted["metrics"])
+        assert not cases.apart(found["grads"], wanted["grads"], 1e-4)
+        assert not cases.apart(found["after"], wanted["after"], 1e-4)
+
+
+@pytest.mark.parametrize("form", [{}, {"dropout": 0.3}, {"use_dora": True}], ids=["LoRA", "dropout", "DoRA"])
+def test_adapters_under_a_score_go_on_to_the_bit_and_are_those_of_the_peft_library(
+    tmp_path: Path, form: dict[str, Any]
+):
+    folder, batch, kept = cases.written(tmp_path / "model", "qwen3 untied"), tuple(pairs()), tmp_path / "kept"
+    lora, where = cases.read_lora(folder, **form), layout({"tensor": 2, "pipeline": 2})
+    kept.mkdir()
+    for found in ranks(4, head_cases.adapted_reward_shared, folder, where, (), batch, lora, kept):
+        assert found["resumed"][0] == found["resumed"][1] and found["equal"]
+    heir_model = LoraRewardModel(head_cases.local_reward_model(folder), lora, base=folder, seed=1)
+    asyncio.run(head_cases.reward_trainer(heir_model, SINGLE_RANK).load(kept))
+    how: dict[str, Any] = {"num_labels": 1, "dtype": torch.float32, "attn_implementation": "eager"}
+    merged = AutoModelForSequenceClassification.from_pretrained(kept, **how)
+    base = AutoModelForSequenceClassification.from_pretrained(folder, **how)
+    theirs = PeftModel.from_pretrained(base, kept / "adapter")
+    for s in batch:
+        tokens = torch.from_numpy(s.tokens).long()
+        with torch.no_grad():
+            found = heir_model._reward_model.scores(tokens, torch.arange(len(tokens)), (len(tokens),)).item()
+        assert found == pytest.approx(merged(tokens[None]).logits.item(), abs=1e-5)
+        assert found == pytest.approx(theirs(tokens[None]).logits.item(), abs=1e-5)

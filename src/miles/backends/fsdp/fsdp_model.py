@@ -9,7 +9,7 @@ Each rank's decoder has some heads, channels and vocabulary rows (``tensor_paral
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from miles.backends.fsdp import expert_parallel, tensor_parallel
 from miles.backends.fsdp.autograd_collectives import gather_replicated
 from miles.backends.fsdp.device_mesh import FsdpMesh
 from miles.backends.fsdp.fully_shard import accept_no_images, apply_fully_shard
-from miles.backends.fsdp.lora_model import build_head_lora
 from miles.backends.fsdp.master_params import MasterParams
 from miles.backends.fsdp.packed_batch import RankBatch, build_rank_batch
 from miles.backends.fsdp.param_shard import build_param_shards
@@ -31,7 +30,11 @@ from miles.kernels.attention.gather_rows import index_rows
 from miles.kernels.numerics import Numerics
 from miles.models.activation_checkpointing import RecomputeMode, set_recompute
 from miles.models.checkpoint import hf
+from miles.models.checkpoint.load import load_params
+from miles.models.checkpoint.reader import FileReader
+from miles.models.checkpoint.safetensors_io import StoredTensor
 from miles.models.checkpoint.save_plan import SavePlan, plan_save
+from miles.models.checkpoint.tensor_sources import locate_tensors
 from miles.models.decoder import Decoder, DecoderLayer
 from miles.models.hidden_capture import HiddenCapture
 from miles.models.layers.moe import Routing
@@ -44,7 +47,7 @@ from miles.models.quantization import count_packed_columns
 from miles.models.spec import DecoderSpec
 from miles.train.batch_tensors import MicroBatch
 from miles.train.indexer_replay import collect_counts
-from miles.train.logprobs import HeadOutput, PolicyFeatures
+from miles.train.logprobs import HeadOutput, PolicyFeatures, build_head_lora
 from miles.train.model_protocols import KeptTensors, LossCallback
 from miles.train.stopwatch import Stopwatch
 
@@ -339,13 +342,28 @@ class FsdpModel:
             replace(self.spec, quantization=None), dtype=self._save_dtype, like=self._like, config=self._config
         )
 
-    @torch.no_grad()
     def load(self, folder: Path) -> None:
-        missing = dict(self.parameters())
+        tensors = hf.load_decoder_params(folder, self.spec, device="cpu", dtype=self._get_load_dtype())
+        self._load_params(folder, tensors)
+
+    def load_decoder(self, folder: Path, stored: Mapping[str, StoredTensor]) -> None:
+        """Load the decoder of some of the tensors of ``folder``, which are not quantized."""
+        decoder = Decoder(self.spec, device="meta", dtype=self._get_load_dtype(), numerics=self.numerics)
+        sources = locate_tensors(self.spec, stored, None, folder)
+        wanted = dict(decoder.named_parameters())
+        self._load_params(folder, load_params(sources, wanted, rank=0, world=1, device="cpu", reader=FileReader()))
+
+    def _get_load_dtype(self) -> torch.dtype:
         # Corrections and integers are kept in their own dtypes.
-        floats = (p for name, p in missing.items() if p.is_floating_point() and not name.endswith(".correction"))
-        dtype = next((p.dtype for p in floats), self.dtype)
-        for name, full in hf.load_decoder_params(folder, self.spec, device="cpu", dtype=dtype):
+        params = self.parameters().items()
+        floats = (p for name, p in params if p.is_floating_point() and not name.endswith(".correction"))
+        return next((p.dtype for p in floats), self.dtype)
+
+    @torch.no_grad()
+    def _load_params(self, folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy full tensors into the parameters."""
+        missing = dict(self.parameters())
+        for name, full in tensors:
             param = missing.pop(name, None)
             if param is None or full.shape != self._shards[name].full_shape:
                 raise CheckpointError(f"{folder} does not match the model in training (see {name}).")

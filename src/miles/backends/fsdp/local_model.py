@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles.backends.fsdp.lora_model import build_head_lora
 from miles.backends.fsdp.routing_replay import RoutingStats, build_routing, collect_routing_stats
 from miles.core.errors import CheckpointError, MilesError
 from miles.kernels.attention.gather_rows import index_rows
@@ -29,7 +28,7 @@ from miles.models.optim_groups import TRAINED_VISION, FrozenVision, MuonMatrices
 from miles.models.spec import DecoderSpec
 from miles.train.batch_tensors import MicroBatch, RoutedExpertsCache
 from miles.train.indexer_replay import IndexerCounts, build_selections, collect_counts
-from miles.train.logprobs import HeadOutput, PolicyFeatures
+from miles.train.logprobs import HeadOutput, PolicyFeatures, build_head_lora
 from miles.train.model_protocols import KeptTensors, LossCallback
 from miles.train.optim.optimizer import full_grad_norm
 from miles.train.packed_images import PackedImages, prepare_positions

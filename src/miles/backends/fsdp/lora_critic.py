@@ -2,8 +2,6 @@
 
 Policy and critic share the base and its decoder; whichever computes has its adapters in the decoder (``in_use``). A
 checkpoint has the critic's adapters, in PEFT's format, and its value head, but no weights of the base.
-
-``_T`` packed input tokens, ``_R`` some of them.
 """
 
 from __future__ import annotations
@@ -24,24 +22,21 @@ from miles.models.checkpoint.value_head import HEAD
 from miles.models.lora.adapters import LoraAdapters
 from miles.models.optim_groups import MuonMatrices
 from miles.train.batch_tensors import MicroBatch
-from miles.train.model_protocols import KeptTensors, ValueCallback, ValueModel, run_values
+from miles.train.model_protocols import KeptTensors, ValueCallback
 from miles.train.optim.optimizer import full_grad_norm
-from miles.train.packed_images import PackedImages
 
 
-class HeadCritic(ValueModel, Protocol):
-    """A critic over the decoder of the policy, of which the value head alone is trained."""
+class HeadCritic(Protocol):
+    """A critic over the decoder of the policy, of which the value head alone is trained; every rank has it in full."""
 
     @property
+    def device(self) -> torch.device: ...
+    @property
     def head_parameters(self) -> Mapping[str, Tensor]: ...
-    def values(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        lengths: Sequence[int],
-        at_R: Tensor,
-        images: PackedImages | None = None,
-    ) -> Tensor: ...
+    def forward_backward_values(
+        self, micro_batches: Sequence[MicroBatch], callback: ValueCallback, /
+    ) -> list[KeptTensors]: ...
+    def finalize_grads(self) -> None: ...
     def save_head(self, folder: Path) -> None: ...
     def load_head(self, folder: Path) -> None: ...
 
@@ -53,7 +48,6 @@ class LoraCritic:
         self._policy = policy
         self._critic = critic
         self._adapters = policy.build_adapters(seed=seed)
-        self._num_forwards = 0
 
     @property
     def device(self) -> torch.device:
@@ -72,22 +66,8 @@ class LoraCritic:
     def forward_backward_values(
         self, micro_batches: Sequence[MicroBatch], callback: ValueCallback
     ) -> list[KeptTensors]:
-        return run_values(self.values, micro_batches, callback)
-
-    def values(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        lengths: Sequence[int],
-        at_R: Tensor,
-        images: PackedImages | None = None,
-    ) -> Tensor:
-        """Return the values after the input tokens ``at_R``, in float32; sequences are concatenated."""
         assert self._policy.adapters() is self._adapters, "values are computed within in_use()"
-        if torch.is_grad_enabled():
-            self._policy.set_dropout_key(self._adapters, self._num_forwards)
-            self._num_forwards += 1
-        return self._critic.values(tokens_T, positions_T, lengths, at_R, images)
+        return self._policy.run_with_dropout(self._critic.forward_backward_values, micro_batches, callback)
 
     def finalize_grads(self) -> None:
         self._critic.finalize_grads()
@@ -98,7 +78,6 @@ class LoraCritic:
 
     def after_update(self) -> None:
         """The next ``in_use`` merges the new adapters."""
-        self._num_forwards = 0
 
     def gather(self, name: str, local: Tensor) -> Tensor:
         """Every rank has all of it."""

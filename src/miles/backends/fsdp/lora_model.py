@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -22,7 +22,7 @@ from miles.kernels.numerics import Numerics
 from miles.models.checkpoint import hf, peft
 from miles.models.checkpoint.safetensors_io import write_json
 from miles.models.checkpoint.save_plan import SavePlan, SaveUnit
-from miles.models.lora.adapters import WHOLE, LoraAdapters, ParamPart, PartOf, encode_factor, read_adapter
+from miles.models.lora.adapters import LoraAdapters, ParamPart, encode_factor, read_adapter
 from miles.models.lora.targets import LoraSpec, LoraTarget
 from miles.models.optim_groups import MuonMatrices
 from miles.models.quantization import plan_quantization
@@ -30,7 +30,6 @@ from miles.models.spec import DecoderSpec
 from miles.precision.quantize import dequantize, row_block
 from miles.precision.quantized_tensor import QuantizedTensor
 from miles.train.batch_tensors import MicroBatch
-from miles.train.logprobs import TrainedHeadLora
 from miles.train.model_protocols import (
     KeptTensors,
     LossCallback,
@@ -42,6 +41,11 @@ from miles.train.model_protocols import (
 from miles.train.optim.optimizer import full_grad_norm
 
 _WEIGHTS, _CONFIG = f"{peft.FOLDER}/{peft.WEIGHTS}", f"{peft.FOLDER}/{peft.CONFIG}"
+
+_Rows = TypeVar("_Rows")
+_Output = TypeVar("_Output")
+_Judge = Callable[[int, _Output], tuple[Tensor | None, KeptTensors]]
+_ForwardBackward = Callable[[Sequence[_Rows], _Judge[_Output]], list[KeptTensors]]
 
 
 class LoraBaseModel(TrainModel, Protocol):
@@ -182,20 +186,26 @@ class LoraModel:
         self._base = {name: base.to(device) for name, base in self._base.items()}
 
     def forward_backward(self, plan: Sequence[MicroBatch], judge: LossCallback) -> list[KeptTensors]:
-        if self._adapters.dropout is None:
-            return self._base_model.forward_backward(plan, judge)
+        return self.run_with_dropout(self._base_model.forward_backward, plan, judge)
+
+    def run_with_dropout(
+        self, run: _ForwardBackward[_Rows, _Output], plan: Sequence[_Rows], judge: _Judge[_Output]
+    ) -> list[KeptTensors]:
+        """Run forward and backward over micro-batches with the adapters in use; each has dropout masks of its own."""
+        if self._adapters.dropout is None or not torch.is_grad_enabled():
+            return run(plan, judge)
         kept: list[KeptTensors] = []
         for number, rows in enumerate(plan):
-            self.set_dropout_key(self._adapters, number)
-            kept += self._base_model.forward_backward([rows], lambda _, output, n=number: judge(n, output))
+            self._set_dropout_key(number)
+            kept += run([rows], lambda _, output, n=number: judge(n, output))
         return kept
 
-    def set_dropout_key(self, adapters: LoraAdapters, number: int) -> None:
+    def _set_dropout_key(self, number: int) -> None:
         """Select the dropout masks of micro-batch ``number``; an update changes them, a resumed run has the same."""
-        if adapters.dropout is None:
-            return
-        bits = [p.detach().flatten().view(torch.int32).sum(dtype=torch.int64) for p in adapters.parameters.values()]
-        adapters.dropout.key = hash((int(torch.stack(bits).sum()), number, self._base_model.rank))
+        dropout, factors = self._adapters.dropout, self._adapters.parameters.values()
+        assert dropout is not None
+        bits = [factor.detach().flatten().view(torch.int32).sum(dtype=torch.int64) for factor in factors]
+        dropout.key = hash((int(torch.stack(bits).sum()), number, self._base_model.rank))
 
     @contextmanager
     def use_factors(self, factors: Mapping[str, Tensor] | None) -> Iterator[None]:
@@ -419,16 +429,6 @@ class UnmergedLoraModel(LoraModel):
         merged = base.clone()
         self._adapters.merge(name, merged, base)
         return merged
-
-
-def build_head_lora(
-    adapters: LoraAdapters, *, merged: bool, part_of: PartOf = lambda name: WHOLE
-) -> TrainedHeadLora | None:
-    """Return the adapter of the output layer for a forward; None if it has none, or this rank no rows of it."""
-    factors = adapters.head_factors(part_of)
-    if factors is None:
-        return None
-    return TrainedHeadLora(a_XD=factors[0], b_VX=factors[1], scale=adapters.lora.scale, merged=merged)
 
 
 def list_factor_matrices(adapters: LoraAdapters) -> dict[str, MuonMatrices]:

@@ -1,9 +1,7 @@
-"""Reward model trained with LoRA: adapters and the score head over a frozen decoder, in one process.
+"""Reward model trained with LoRA: adapters and the score head over a frozen decoder.
 
 A checkpoint is a sequence classifier with the adapters merged into it. Its adapter folder is one of the PEFT library
 for this classifier, with the score head among its ``modules_to_save``.
-
-``_T`` packed input tokens.
 """
 
 from __future__ import annotations
@@ -11,20 +9,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from miles.backends.fsdp.lora_model import LoraModel
-from miles.backends.fsdp.reward_model import RewardModel
+from miles.backends.fsdp.lora_model import LoraBaseModel, LoraModel
 from miles.models.checkpoint import peft
 from miles.models.checkpoint.save_plan import SavePlan, single_tensor_unit
 from miles.models.checkpoint.sequence_classifier import SCORE
 from miles.models.lora.adapters import LoraAdapters
 from miles.models.lora.targets import LoraSpec
 from miles.train.batch_tensors import PackedSequences
-from miles.train.model_protocols import KeptTensors, ValueCallback, run_scores
-from miles.train.packed_images import PackedImages
+from miles.train.model_protocols import KeptTensors, ValueCallback
+
+
+class HeadRewardModel(Protocol):
+    """A reward model of which the score head alone is trained; every rank has it in full."""
+
+    @property
+    def backbone(self) -> LoraBaseModel: ...
+    @property
+    def head_parameters(self) -> Mapping[str, Tensor]: ...
+    def freeze_backbone(self) -> None: ...
+    def forward_backward_scores(
+        self, micro_batches: Sequence[PackedSequences], callback: ValueCallback, /
+    ) -> list[KeptTensors]: ...
+    def finalize_grads(self) -> None: ...
+    def save(self, folder: Path) -> None: ...
+    def save_plan(self) -> SavePlan | None: ...
+    def load(self, folder: Path) -> None: ...
 
 
 class LoraRewardModel(LoraModel):
@@ -33,11 +47,10 @@ class LoraRewardModel(LoraModel):
     saved_tensors = (SCORE,)
 
     def __init__(
-        self, reward_model: RewardModel, lora: LoraSpec, *, base: Path, seed: int, start: Path | None = None
+        self, reward_model: HeadRewardModel, lora: LoraSpec, *, base: Path, seed: int, start: Path | None = None
     ) -> None:
         self._reward_model = reward_model
-        self._num_forwards = 0
-        reward_model.backbone.freeze()
+        reward_model.freeze_backbone()
         super().__init__(reward_model.backbone, lora, base=base, seed=seed, start=start)
 
     def parameters(self) -> Mapping[str, Tensor]:
@@ -46,20 +59,17 @@ class LoraRewardModel(LoraModel):
     def forward_backward_scores(
         self, micro_batches: Sequence[PackedSequences], callback: ValueCallback
     ) -> list[KeptTensors]:
-        return run_scores(self.scores, micro_batches, callback)
+        return self.run_with_dropout(self._reward_model.forward_backward_scores, micro_batches, callback)
 
-    def scores(
-        self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], images: PackedImages | None = None
-    ) -> Tensor:
-        """Return the score of each sequence at its last token, in float32."""
-        if torch.is_grad_enabled():
-            self.set_dropout_key(self._adapters, self._num_forwards)
-            self._num_forwards += 1
-        return self._reward_model.scores(tokens_T, positions_T, lengths, images)
+    def finalize_grads(self) -> None:
+        self._reward_model.finalize_grads()
+        self.sum_factor_grads(self._adapters)
 
-    def after_update(self) -> None:
-        self._num_forwards = 0
-        super().after_update()
+    def gather(self, name: str, local: Tensor) -> Tensor:
+        return local if name in self._reward_model.head_parameters else super().gather(name, local)
+
+    def shard(self, name: str, full: Tensor) -> Tensor:
+        return full if name in self._reward_model.head_parameters else super().shard(name, full)
 
     def move(self, device: torch.device) -> None:
         super().move(device)

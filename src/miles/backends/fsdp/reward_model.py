@@ -76,6 +76,10 @@ class RewardModel(LocalHeadModel):
     def spec(self) -> DecoderSpec:
         return self._decoder.spec
 
+    def freeze_backbone(self) -> None:
+        """Train the head only."""
+        self._backbone.freeze()
+
     def forward_backward_scores(
         self, micro_batches: Sequence[PackedSequences], callback: ValueCallback
     ) -> list[KeptTensors]:

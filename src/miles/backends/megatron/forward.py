@@ -21,12 +21,13 @@ from torch import distributed as dist
 from miles.backends.megatron.layer_spec import GPTBackbone
 from miles.backends.megatron.packed_batch import MegatronBatch, MegatronRows, RoutingReplay, build_megatron_batch
 from miles.backends.megatron.parallel_state import MegatronGroup, ParallelState
+from miles.backends.megatron.router import RouterBalance
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig, find_router_conflict
 from miles.core.errors import UsageError
 from miles.kernels.attention.indexer_replay import IndexerSelections
 from miles.models.parallel.tp_sharding import ShardSegment
 from miles.train.indexer_replay import IndexerCounts, collect_counts
-from miles.train.logprobs import HeadOutput, PolicyFeatures
+from miles.train.logprobs import HeadOutput, PolicyFeatures, TrainedHeadLora
 from miles.train.model_protocols import KeptTensors, LossCallback
 from miles.train.stopwatch import Stopwatch
 
@@ -57,20 +58,23 @@ def run_forward_backward(
     judge: LossCallback,
     *,
     trained: bool,
+    balance: RouterBalance,
     stopwatch: Stopwatch | None = None,
     add_expert_load: Callable[[Tensor], None] | None = None,
     vocabulary_weights: tuple[Tensor, Tensor] | None = None,
+    build_lora: Callable[[], TrainedHeadLora | None] = lambda: None,
 ) -> list[KeptTensors]:
     """Return what the loss callback keeps of every micro-batch, in order; gradients accumulate if grad mode is enabled.
 
-    ``stopwatch`` runs during this rank's forward. ``add_expert_load`` gets how often each expert was selected for this
-    rank's slots, [L, E], if there are gradients. With whole ``vocabulary_weights`` outputs have a draft's features.
+    ``balance`` adds its losses to the gradients. ``stopwatch`` runs during this rank's forward. ``add_expert_load``
+    gets how often each expert was selected for this rank's slots, [L, E], if there are gradients. With whole
+    ``vocabulary_weights`` outputs have a draft's features. ``build_lora`` returns the adapter of the output layer.
     """
     if not plan:
         return []
     _check_replay(tf_config, plan)
     with_grad = trained and torch.is_grad_enabled()
-    per_token = _token_weight(plan, state, tf_config) if with_grad and tf_config.balance.has_loss else 0.0
+    per_token = _token_weight(plan, state, tf_config) if with_grad and balance.has_loss else 0.0
     batches = [
         build_megatron_batch(
             rows,
@@ -80,13 +84,15 @@ def run_forward_backward(
             dtype=tf_config.params_dtype,
             numerics=tf_config.numerics,
             counted=with_grad and find_router_conflict(tf_config) is None,
-            balance=tf_config.balance if with_grad else None,
+            balance=balance if with_grad else None,
             per_token=per_token,
         )
         for rows in plan
     ]
     steps = _list_steps(batches, tf_config, state)
-    stage = _Stage(tf_config, state, judge, with_grad=with_grad, vocabulary_weights=vocabulary_weights)
+    stage = _Stage(
+        tf_config, state, judge, with_grad=with_grad, vocabulary_weights=vocabulary_weights, build_lora=build_lora
+    )
     for chunk in chunks:
         chunk.train(with_grad)
     with torch.set_grad_enabled(with_grad):
@@ -152,9 +158,11 @@ class _Stage:
         judge: LossCallback,
         *,
         with_grad: bool,
-        vocabulary_weights: tuple[Tensor, Tensor] | None = None,
+        vocabulary_weights: tuple[Tensor, Tensor] | None,
+        build_lora: Callable[[], TrainedHeadLora | None],
     ) -> None:
         self._vocabulary_weights = vocabulary_weights
+        self._build_lora = build_lora
         self._tf_config = tf_config
         self._state = state
         self._judge = judge
@@ -223,6 +231,7 @@ class _Stage:
             indexer_replayed=None if indexer is None else indexer.replayed,
             numerics=self._tf_config.numerics,
             features=features,
+            lora=self._build_lora(),
         )
 
     def count(self, replays: Sequence[RoutingReplay | None]) -> None:

@@ -1,6 +1,7 @@
 """Megatron models with a scalar head: the critic of PPO, and the reward model.
 
-The last stage has the decoder's hidden states and the head; the values are broadcast to all stages.
+The last stage has the decoder's hidden states and the head; the values are broadcast to all stages. Over a decoder that
+is frozen, under adapters, every rank has the head in full, as it has the adapters.
 
 ``_R`` some tokens of a micro-batch, ``_r`` those of them on this context-parallel rank, ``D`` hidden.
 """
@@ -15,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from miles.backends.megatron.model import MegatronModel
 from miles.models.checkpoint.save_plan import SavePlan, SaveUnit, single_tensor_unit
 from miles.models.checkpoint.sequence_classifier import SCORE, SequenceClassifier, read_score, split_score
-from miles.models.checkpoint.value_head import BIAS, HEAD, WEIGHT, read_value_head, write_value_head
+from miles.models.checkpoint.value_head import BIAS, HEAD, WEIGHT, read_value_head, value_head_shapes, write_value_head
 from miles.models.optim_groups import MuonMatrices
 from miles.train.batch_tensors import MicroBatch, PackedSequences
 from miles.train.config import TrainConfig
@@ -30,6 +31,12 @@ from miles.train.logprobs import HeadOutput
 from miles.train.model_protocols import KeptTensors, ValueCallback
 from miles.train.optim.lr_scheduler import LRSchedule
 from miles.train.optim.optimizer import OptimizerProtocol
+
+
+def _compute_scalars(output: HeadOutput, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return the output of a scalar head for each token, in float32."""
+    scalar_r = F.linear(output.hidden_RD.float(), weight, bias).squeeze(1)
+    return scalar_r if output.tokens is None else output.tokens.join(scalar_r)
 
 
 class MegatronHeadModel:
@@ -80,9 +87,7 @@ class MegatronHeadModel:
     def compute_scalars(self, output: HeadOutput) -> Tensor:
         """Return the head's output of each token, in float32; on the last stage."""
         params = self._backbone.parameters()
-        bias = None if self._bias is None else params[self._bias]
-        scalar_r = F.linear(output.hidden_RD.float(), params[self._weight], bias).squeeze(1)
-        return scalar_r if output.tokens is None else output.tokens.join(scalar_r)
+        return _compute_scalars(output, params[self._weight], None if self._bias is None else params[self._bias])
 
     def head_units(self) -> tuple[SaveUnit, ...]:
         """Return what is saved of the head."""
@@ -165,3 +170,98 @@ class MegatronRewardModel(MegatronHeadModel):
         stored, score = split_score(folder)
         self._backbone.load_decoder(folder, self._backbone.spec, stored)
         self.set_head({SCORE: read_score(score, self._backbone.spec.hidden_size)})
+
+
+class ReplicatedHead:
+    """A float32 scalar head over a frozen ``backbone``, initially zero, which every rank has in full."""
+
+    def __init__(self, backbone: MegatronModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.backbone = backbone
+        self._head: dict[str, Tensor] = {
+            name: nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=backbone.device))
+            for name, shape in shapes.items()
+        }
+
+    @property
+    def device(self) -> torch.device:
+        return self.backbone.device
+
+    @property
+    def head_parameters(self) -> Mapping[str, Tensor]:
+        """The head."""
+        return self._head
+
+    def finalize_grads(self) -> None:
+        """All-reduce the gradients; that of a head without one, as on other stages, is zero."""
+        self.backbone.finalize_grads()
+        state = self.backbone.state
+        for parameter in self._head.values():
+            # Tensor-parallel ranks have the same gradient, all others that of other tokens.
+            grad = parameter.grad if state.tp_group.rank == 0 else None
+            parameter.grad = state.world_group.sum(torch.zeros_like(parameter) if grad is None else grad)
+
+
+class MegatronValueHead(ReplicatedHead):
+    """A HeadCritic: a value head over the decoder of a policy with adapters."""
+
+    def __init__(self, backbone: MegatronModel) -> None:
+        super().__init__(backbone, value_head_shapes(backbone.spec.hidden_size))
+
+    def forward_backward_values(
+        self, micro_batches: Sequence[MicroBatch], callback: ValueCallback
+    ) -> list[KeptTensors]:
+        unshared = [rows.without_replay().unshare() for rows in micro_batches]
+        weight, bias = self._head[WEIGHT], self._head[BIAS]
+        return self.backbone.forward_backward(
+            unshared, lambda i, output: callback(i, _compute_scalars(output, weight, bias)), is_policy=False
+        )
+
+    def save_head(self, folder: Path) -> None:
+        """Write the value head only."""
+        if self.backbone.dp_group.is_lead:
+            write_value_head(folder, self._head)
+        self.backbone.barrier()
+
+    @torch.no_grad()
+    def load_head(self, folder: Path) -> None:
+        """Load the value head only."""
+        found = read_value_head(folder, value_head_shapes(self.backbone.spec.hidden_size))
+        for name, value in self._head.items():
+            value.copy_(found[name])
+
+
+class MegatronScoreHead(ReplicatedHead):
+    """A HeadRewardModel. Its folder is transformers' classifier, as that of a MegatronRewardModel."""
+
+    def __init__(self, backbone: MegatronModel, *, config: Mapping[str, Any]) -> None:
+        super().__init__(backbone, {SCORE: (1, backbone.spec.hidden_size)})
+        self._classifier = SequenceClassifier(config, backbone.spec.eos_token_ids)
+
+    def freeze_backbone(self) -> None:
+        """It is: Megatron's modules are built so."""
+        assert not any(p.requires_grad for p in self.backbone.parameters().values())
+
+    def forward_backward_scores(
+        self, micro_batches: Sequence[PackedSequences], callback: ValueCallback
+    ) -> list[KeptTensors]:
+        weight = self._head[SCORE]
+        return self.backbone.forward_backward(
+            micro_batches, lambda i, output: callback(i, _compute_scalars(output, weight))
+        )
+
+    def save(self, folder: Path) -> None:
+        self.backbone.save(folder)
+        if self.backbone.dp_group.is_lead:
+            self._classifier.write_score(folder, self._head[SCORE])
+        self.backbone.barrier()
+
+    def save_plan(self) -> SavePlan | None:
+        plan = self.backbone.save_plan()
+        score = single_tensor_unit(SCORE, self._head[SCORE])
+        return replace(plan, units=(*plan.units, score), config=self._classifier.build_config(plan.config))
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        stored, score = split_score(folder)
+        self.backbone.load_decoder(folder, self.backbone.spec, stored)
+        self._head[SCORE].copy_(read_score(score, self.backbone.spec.hidden_size))

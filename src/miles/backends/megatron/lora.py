@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.hooks import RemovableHandle
 
 from miles.backends.megatron.decoder_modules import DecoderModule
 from miles.backends.megatron.layer_spec import GPTBackbone
@@ -58,11 +59,13 @@ def attach_adapters(
     *,
     sequence: bool,
     beside: bool = False,
-) -> None:
-    """Attach the adapters to the linear layers of this rank; call once, before the first forward.
+) -> list[RemovableHandle]:
+    """Attach the adapters to the linear layers of this rank, by hooks that are returned.
 
-    They are merged into the weights or applied ``beside`` them, which only modules of the decoder support.
+    They are merged into the weights or applied ``beside`` them, which only modules of the decoder support. The hooks
+    of other adapters must be removed before; modules of the decoder have the last ones that were attached.
     """
+    hooks: list[RemovableHandle] = []
     layers: dict[int, Any] = {layer.layer_number - 1: layer for chunk in chunks for layer in chunk.decoder.layers}
     decoder: dict[str, dict[str, nn.Module]] = {}
     decoder_names: list[str] = []
@@ -83,7 +86,7 @@ def attach_adapters(
             state.tp_group if sequence else None,
             is_row_parallel=mapping.tp_shard.dim == 1,
         )
-        _find_module(layers[index], name).register_forward_hook(adapter.hook)
+        hooks.append(_find_module(layers[index], name).register_forward_hook(adapter.hook))
     attach = adapters.attach_beside if beside else adapters.attach
     # A module of the decoder has all slots at its input and at its output.
     modules = nn.ModuleDict({index: nn.ModuleDict(parts) for index, parts in decoder.items()})
@@ -91,7 +94,8 @@ def attach_adapters(
     for chunk in chunks:
         if chunk.pre_process:
             # Layers that are recomputed have gradients only if their input has.
-            chunk.embedding.register_forward_hook(_require_grad)
+            hooks.append(chunk.embedding.register_forward_hook(_require_grad))
+    return hooks
 
 
 def _find_module(layer: nn.Module, name: str) -> nn.Module:

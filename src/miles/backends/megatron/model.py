@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from miles.backends.megatron import checkpoint, patches
 from miles.backends.megatron.buffers import ParamGradBuffers
@@ -28,7 +29,7 @@ from miles.backends.megatron.packed_batch import MegatronRows
 from miles.backends.megatron.parallel_state import ParallelState, initialize_parallel_state
 from miles.backends.megatron.param_mapping import LM_HEAD, TIED, ParamMapping, build_head_mappings, build_param_mappings
 from miles.backends.megatron.param_registry import ParamRegistry
-from miles.backends.megatron.router import split_balance, update_expert_bias
+from miles.backends.megatron.router import RouterBalance, split_balance, update_expert_bias
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig, build_transformer_config
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.errors import CheckpointError
@@ -49,6 +50,7 @@ from miles.models.optim_groups import TRAINED_VISION, FrozenVision, MuonMatrices
 from miles.models.spec import DecoderSpec
 from miles.train.config import TrainConfig
 from miles.train.dp_group import DataParallelGroup
+from miles.train.logprobs import TrainedHeadLora, build_head_lora
 from miles.train.model_protocols import KeptTensors, LossCallback
 from miles.train.optim.lr_scheduler import LRSchedule
 from miles.train.optim.optimizer import OptimizerProtocol
@@ -150,7 +152,10 @@ class MegatronModel:
         self.spec = tf_config.decoder_spec
         self._config, self._like = config, like
         self._stopwatch, self._tokens = Stopwatch(tf_config.param_device), 0
-        self._has_adapters = self._has_features = self._has_images = False
+        self._has_features = self._has_images = False
+        self._adapters: LoraAdapters | None = None
+        self._adapter_hooks: list[RemovableHandle] = []
+        self._beside = False
         self._expert_load_LE: Tensor | None = None
         self._chunks = _build_chunks(tf_config, state)
         self.scalar_head = dict(scalar_head or {})
@@ -204,7 +209,12 @@ class MegatronModel:
         """Return the parameters, float32 if trained; empty for those of another stage."""
         return self._registry.parameters
 
-    def forward_backward(self, plan: Sequence[MegatronRows], judge: LossCallback) -> list[KeptTensors]:
+    def forward_backward(
+        self, plan: Sequence[MegatronRows], judge: LossCallback, *, is_policy: bool = True
+    ) -> list[KeptTensors]:
+        """As that of a TrainModel. If it ``is_policy``, router balancing and a draft's features are as configured."""
+        balance = self.tf_config.balance if is_policy else RouterBalance()
+        has_features = is_policy and self._has_features and torch.is_grad_enabled()
         self._tokens += sum(len(rows.tokens_T) for rows in plan)
         # Every rank knows whether a global batch has images, also one whose samples have none.
         self._has_images |= torch.is_grad_enabled() and any(rows.images is not None for rows in plan)
@@ -214,11 +224,19 @@ class MegatronModel:
             self.state,
             plan,
             judge,
-            trained=self._registry.trained or self._has_adapters,
+            trained=self._registry.trained or self._adapters is not None,
             stopwatch=self._stopwatch,
-            add_expert_load=self._add_expert_load if self.tf_config.balance.bias_rate else None,
-            vocabulary_weights=self._gather_vocabulary() if self._has_features and torch.is_grad_enabled() else None,
+            balance=balance,
+            add_expert_load=self._add_expert_load if balance.bias_rate else None,
+            vocabulary_weights=self._gather_vocabulary() if has_features else None,
+            build_lora=self._build_head_lora,
         )
+
+    def _build_head_lora(self) -> TrainedHeadLora | None:
+        """Return the adapter of this rank's rows of the output layer, with a graph of its own for each micro-batch."""
+        if self._adapters is None:
+            return None
+        return build_head_lora(self._adapters, merged=not self._beside, part_of=self.local_part)
 
     def enable_features(self, layers: Sequence[int]) -> None:
         """Return the features of an MTP draft from every forward with gradients from now on."""
@@ -246,14 +264,16 @@ class MegatronModel:
     # -- LoRA -------------------------------------------------------------------------------
 
     def attach_adapters(self, adapters: LoraAdapters, *, beside: bool = False) -> None:
-        """Attach LoRA adapters, which are replicated on every rank, merged into the weights or ``beside`` them; call
-        once, before the first forward.
+        """Attach LoRA adapters, which are replicated on every rank, merged into the weights or ``beside`` them; others
+        that are attached are detached.
 
         The model must be frozen, and its linear layers those without Transformer Engine, whose norms are separate.
         """
-        assert not self._has_adapters, "adapters are attached once"
         assert not self._registry.trained and not self.tf_config.transformer_engine
-        attach_adapters(
+        for hook in self._adapter_hooks:
+            hook.remove()
+        self._adapters, self._beside = adapters, beside
+        self._adapter_hooks = attach_adapters(
             self._chunks,
             adapters,
             self.mappings,
@@ -261,7 +281,6 @@ class MegatronModel:
             sequence=bool(self.tf_config.sequence_parallel),
             beside=beside,
         )
-        self._has_adapters = True
 
     def local_part(self, name: str) -> ParamPart:
         """Return which part of a parameter this rank has."""

@@ -19,7 +19,7 @@ from miles.backends.fsdp.local_critic import LocalCritic
 from miles.backends.fsdp.local_model import LocalModel
 from miles.backends.fsdp.lora_critic import HeadCritic, LoraCritic
 from miles.backends.fsdp.lora_model import LoraBaseModel, LoraModel, LoraReference, UnmergedLoraModel
-from miles.backends.fsdp.lora_reward_model import LoraRewardModel
+from miles.backends.fsdp.lora_reward_model import HeadRewardModel, LoraRewardModel
 from miles.backends.fsdp.reward_model import RewardModel
 from miles.cluster import platform
 from miles.cluster.executor import Executor
@@ -330,8 +330,7 @@ class LocalModelFactory:
         lora = build_lora(config.lora, policy.spec)
         if lora is None:
             return model
-        start = get_adapter_folder(config.lora)
-        return LoraRewardModel(model, lora, base=policy.folder, seed=config.train.seed, start=start)
+        return build_lora_reward_model(config, policy, model, lora)
 
     def _set_recompute(self, model: CausalLM) -> bool:
         """Set activation recomputation on ``model``; whether any is used."""
@@ -355,6 +354,14 @@ def build_lora_model(config: Config, policy: BaseCheckpoint, base: LoraBaseModel
     """The adapters over a frozen model."""
     kind = UnmergedLoraModel if is_unmerged(config) else LoraModel
     return kind(base, lora, base=policy.folder, seed=config.train.seed, start=get_adapter_folder(config.lora))
+
+
+def build_lora_reward_model(
+    config: Config, policy: BaseCheckpoint, model: HeadRewardModel, lora: LoraSpec
+) -> LoraRewardModel:
+    """The adapters and the score head over a frozen model."""
+    start = get_adapter_folder(config.lora)
+    return LoraRewardModel(model, lora, base=policy.folder, seed=config.train.seed, start=start)
 
 
 # -- the policy trainer ---------------------------------------------------------------------

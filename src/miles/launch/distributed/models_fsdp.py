@@ -9,9 +9,15 @@ from typing import Any
 import torch
 
 from miles.backends.fsdp.device_mesh import FsdpMesh
-from miles.backends.fsdp.fsdp_critic import FsdpCritic
 from miles.backends.fsdp.fsdp_model import FsdpModel
-from miles.launch.build.models import BaseCheckpoint, build_lora_model, choose_save_dtype, resolve_side_spec
+from miles.backends.fsdp.head_models import FsdpCritic, FsdpRewardModel
+from miles.launch.build.models import (
+    BaseCheckpoint,
+    build_lora_model,
+    build_lora_reward_model,
+    choose_save_dtype,
+    resolve_side_spec,
+)
 from miles.launch.config import Config
 from miles.launch.plan.layout_memory import get_frozen_vision, get_recompute_layers, get_recompute_mode
 from miles.launch.plan.lora import build_lora
@@ -75,7 +81,11 @@ class FsdpModelFactory:
         return FsdpCritic(self._base)
 
     def reward_model(self) -> ScoreModel:
-        raise AssertionError("a rule refuses to train a reward model on ranks of FSDP")
+        checkpoint, config = self._checkpoint, self._config
+        lora = build_lora(config.lora, checkpoint.spec)
+        base = self._load_trained(checkpoint.folder, checkpoint.spec, checkpoint.config, frozen=lora is not None)
+        model = FsdpRewardModel(base, config=checkpoint.config)
+        return model if lora is None else build_lora_reward_model(config, checkpoint, model, lora)
 
     def _load_trained(
         self,

@@ -8,10 +8,15 @@ from typing import Any
 
 from miles.backends.fsdp.lora_critic import HeadCritic
 from miles.backends.megatron.config import build_recompute_flags
-from miles.backends.megatron.head_models import MegatronCritic, MegatronRewardModel
+from miles.backends.megatron.head_models import (
+    MegatronCritic,
+    MegatronRewardModel,
+    MegatronScoreHead,
+    MegatronValueHead,
+)
 from miles.backends.megatron.model import MegatronModel, load_megatron_model
 from miles.backends.megatron.parallel_state import initialize_parallel_state
-from miles.launch.build.models import BaseCheckpoint, build_lora_model, resolve_side_spec
+from miles.launch.build.models import BaseCheckpoint, build_lora_model, build_lora_reward_model, resolve_side_spec
 from miles.launch.config import Config
 from miles.launch.plan.layout_memory import get_frozen_vision, get_recompute_layers, get_recompute_mode
 from miles.launch.plan.lora import build_lora
@@ -33,6 +38,7 @@ class MegatronModelFactory:
         self._plan = plan
         self._checkpoint = checkpoint
         self._dp_group: DataParallelGroup | None = None
+        self._actor: MegatronModel | None = None
 
     @property
     def dp_group(self) -> DataParallelGroup:
@@ -52,6 +58,7 @@ class MegatronModelFactory:
             lora=lora,
         )
         self._dp_group = model.dp_group
+        self._actor = model
         return model if lora is None else build_lora_model(config, checkpoint, model, lora)
 
     def reference(self, folder: Path) -> TrainModel:
@@ -71,19 +78,26 @@ class MegatronModelFactory:
         return value
 
     def value_head(self) -> HeadCritic:
-        raise AssertionError("a rule refuses a critic of adapters with Megatron")
+        assert self._actor is not None, "the actor with adapters is loaded first"
+        return MegatronValueHead(self._actor)
 
     def reward_model(self) -> ScoreModel:
-        checkpoint = self._checkpoint
+        checkpoint, config = self._checkpoint, self._config
+        lora = build_lora(config.lora, checkpoint.spec)
         backbone = self._load(
             checkpoint.folder,
             checkpoint.spec,
             config=checkpoint.config,
-            frozen=False,
-            scalar_head={SCORE: (1, checkpoint.spec.hidden_size)},
+            frozen=lora is not None,
+            transformer_engine=lora is None,
+            lora=lora,
+            scalar_head=None if lora is not None else {SCORE: (1, checkpoint.spec.hidden_size)},
         )
         self._dp_group = backbone.dp_group
-        return MegatronRewardModel(backbone, config=checkpoint.config)
+        if lora is None:
+            return MegatronRewardModel(backbone, config=checkpoint.config)
+        head = MegatronScoreHead(backbone, config=checkpoint.config)
+        return build_lora_reward_model(config, checkpoint, head, lora)
 
     def _get_flags(self) -> tuple[str, ...]:
         """Megatron's own flags, and ours under its names."""

@@ -198,7 +198,7 @@ def check_lora_fits_model(c: Config) -> Iterator[str]:
     assert lora is not None
     yield from _check_lora_targets(c, lora)
     head = next((target for target in lora.targets if target.is_head), None)
-    if head is not None and c.train.train_backend != "megatron":
+    if head is not None:
         yield from _check_lora_head(c, lora, head.module, is_tied=spec.tie_embeddings)
 
 
@@ -218,12 +218,10 @@ def _check_lora_head(c: Config, lora: LoraSpec, module: str, *, is_tied: bool) -
 
 def _check_megatron_lora(c: Config, lora: LoraSpec) -> Iterator[str]:
     backend = "--train-backend megatron"
-
-    unsupported = next((target for target in lora.targets if target.is_head or target.is_vision), None)
+    unsupported = next((target for target in lora.targets if target.is_vision), None)
     if unsupported is not None:
-        part = "the output layer" if unsupported.is_head else "a vision tower"
         yield (
-            f"{backend} does not support adapters of {part}, such as {unsupported.module}; leave it out of "
+            f"{backend} does not support adapters of a vision tower, such as {unsupported.module}; leave it out of "
             "--target-modules, or use --train-backend fsdp."
         )
     if packs_base(c):

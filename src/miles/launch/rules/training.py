@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from miles.algo.config import CRITIC_ESTIMATORS, OFFLINE_LOSSES
 from miles.backends.megatron.supported_models import (
     check_batch_invariant_support,
     check_megatron_support,
@@ -13,7 +12,7 @@ from miles.config.value_types import format_value
 from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.launch.plan.hardware import choose_device, count_accelerators
-from miles.launch.plan.lora import find_megatron_adapted_parts, shares_critic, shares_reference
+from miles.launch.plan.lora import find_megatron_adapted_parts, shares_reference
 from miles.launch.plan.plan import count_samples_per_prompt
 from miles.launch.plan.topology import (
     build_parallel_dims,
@@ -157,13 +156,6 @@ def check_megatron(c: Config) -> Iterator[str]:
             flag = f"--megatron-{c.megatron.megatron_flags[0][2:]}"
             yield f"{flag} needs --train-backend megatron; add that, or remove {flag}."
         return
-    has_critic = c.algo.advantage_estimator in CRITIC_ESTIMATORS and c.algo.loss_type not in OFFLINE_LOSSES
-    if has_critic and shares_critic(c):
-        yield (
-            f"--advantage-estimator {c.algo.advantage_estimator} with --lora-rank has a critic of adapters over the "
-            "policy's base, which --train-backend megatron does not support; give the critic weights of its own with "
-            "--critic-load, or use fsdp."
-        )
     if "--use-distributed-optimizer" in c.megatron.megatron_flags:
         if c.train.vision_lr is not None:
             yield (
@@ -232,17 +224,6 @@ def check_model_fits_parallel_dims(c: Config) -> Iterator[str]:
 def check_single_process_features(c: Config) -> Iterator[str]:
     if not is_distributed(c):
         return
-    if c.algo.loss_type == "rm_loss":
-        if c.train.train_backend == "fsdp":
-            yield (
-                "--loss-type rm_loss trains on one GPU with fsdp, and on several with --train-backend megatron; remove "
-                f"{_name_distributed_flag(c)}, or use megatron."
-            )
-        elif c.lora.is_enabled:
-            yield (
-                "--loss-type rm_loss with --lora-rank does not support --train-backend megatron; remove --lora-rank, "
-                "or use fsdp on one GPU."
-            )
     if c.train.critic_device != "auto":
         yield (
             f"--critic-device {c.train.critic_device} gives the critic one device, but with "
