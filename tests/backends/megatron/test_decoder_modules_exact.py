@@ -43,6 +43,7 @@ CASES = [
     Case("gemma4", {"tensor": 2}),
     Case("gemma4 with experts", SPLIT),
     Case("inkling", {"context": 2, "expert": 2}, AGAIN),
+    Case("inkling", SPLIT),
     Case("inkling whole", {"pipeline": 2}, ("--num-layers-in-first-pipeline-stage", "1")),
     Case("gemma3n", SPLIT, AGAIN),
     Case("gemma4 with per-layer inputs and shared keys", {"tensor": 2}),
@@ -52,6 +53,7 @@ CASES = [
     Case("minimax-m3", SPLIT),
     Case("minimax-m3", {"context": 2}, SELECTIVE),
     Case("hybrid qwen4", {"context": 2, "expert": 2}, AGAIN),
+    Case("hybrid qwen4", SPLIT),
 ]
 QUICK = [Case("gpt-oss", SPREAD, SELECTIVE), Case("minimax-m2", SPLIT), Case("gemma2", SPLIT, DISTRIBUTED_OPTIMIZER)]
 

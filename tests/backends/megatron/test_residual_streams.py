@@ -53,6 +53,8 @@ CASES = [
     Case("hybrid qwen4", {"pipeline": 2}, (*FIRST, *AGAIN)),
     Case("hybrid qwen4", SPREAD, DISTRIBUTED_OPTIMIZER),
     Case("hybrid qwen4", {"context": 2, "expert": 2}, SELECTIVE),
+    Case("hybrid qwen4", SPLIT, AGAIN),
+    Case("hybrid qwen4", SPLIT | {"context": 2}, DISTRIBUTED_OPTIMIZER),
 ]
 
 
@@ -145,6 +147,7 @@ def test_stages_that_part_shared_keys_are_refused_in_a_sentence(
         Case("hybrid glm 5.3 flash", SPREAD),
         Case("deepseek v4", {"pipeline": 2}),
         Case("hybrid qwen4", SPREAD),
+        Case("hybrid qwen4", SPLIT),
     ],
     ids=str,
 )

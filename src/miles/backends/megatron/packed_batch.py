@@ -335,7 +335,8 @@ def build_segments(slots: SlotLayout, *, rank: int, context: int) -> list[Segmen
 class PackedParams(PackedSeqParams):
     """Passed to every layer of a forward, also when it is recomputed in backward.
 
-    ``tokens_s`` are the tokens of the slots whose hidden states this rank has under sequence parallelism.
+    ``tokens_t`` are those of the slots, ``tokens_s`` of the slots whose hidden states this rank has under sequence
+    parallelism.
     """
 
     qkv_format: str = "thd"
@@ -344,6 +345,7 @@ class PackedParams(PackedSeqParams):
     replay: RoutingReplay | None = field(default=None, kw_only=True)
     selections: IndexerSelections | None = field(default=None, kw_only=True)
     router_loss: RouterLoss | None = field(default=None, kw_only=True)
+    tokens_t: Tensor = field(kw_only=True)
     tokens_s: Tensor = field(kw_only=True)
     vision: VisionInputs | None = field(default=None, kw_only=True)
     deepstack: tuple[Tensor, ...] = field(default=(), kw_only=True)
@@ -444,6 +446,7 @@ def build_megatron_batch(
         replay=replay,
         router_loss=router_loss,
         selections=selections,
+        tokens_t=local.tokens_t,
         tokens_s=local.tokens_t.chunk(multiple)[state.tp_group.rank if sequence else 0],
         vision=_build_vision(rows, local, spec, state, multiple),
     )
