@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed: miles-rl[megatron]"),
 ]
 
+FIRST = ("--num-layers-in-first-pipeline-stage", "1")
 CASES = [
     Case("gpt-oss", SPLIT),
     Case("gpt-oss", SPREAD, SELECTIVE),
@@ -44,10 +45,12 @@ CASES = [
     Case("gemma4 with experts", SPLIT),
     Case("inkling", {"context": 2, "expert": 2}, AGAIN),
     Case("inkling", SPLIT),
-    Case("inkling whole", {"pipeline": 2}, ("--num-layers-in-first-pipeline-stage", "1")),
+    Case("inkling whole", {"pipeline": 2}, FIRST),
     Case("gemma3n", SPLIT, AGAIN),
     Case("gemma4 with per-layer inputs and shared keys", {"tensor": 2}),
     Case("hybrid glm 5.3 flash", {"pipeline": 2}),
+    Case("hybrid glm 5.3 flash shared choices, unbounded decay", {"pipeline": 2}, FIRST),
+    Case("gemma3n", {"pipeline": 2}),
     Case("deepseek v4", SPLIT),
     Case("deepseek v4", {"context": 2, "expert": 2}),
     Case("minimax-m3", SPLIT),

@@ -189,6 +189,8 @@ class PackedAttention(AttentionBackend, Protocol):
     """An AttentionBackend of one micro-batch, which has what indexers selected until ``drop_selection``."""
 
     def drop_selection(self, layer: int) -> None: ...
+    def list_selection(self, layer: int, top: int, pool: int) -> Tensor: ...
+    def set_selection(self, layer: int, listed_Tt: Tensor, top: int, pool: int) -> None: ...
 
     def attend_relative(self, layer: int, inputs: AttentionInputs, bias: RelativeBias) -> Tensor: ...
     def attend_compressed(self, layer: int, inputs: AttentionInputs, compressor: CompressorInputs) -> Tensor: ...
@@ -247,6 +249,14 @@ class GatheredKVAttention:
     def drop_selection(self, layer: int) -> None:
         """Free what a layer's indexer selected."""
         self._inner.drop_selection(layer)
+
+    def list_selection(self, layer: int, top: int, pool: int) -> Tensor:
+        """Return what a layer's indexer selected for this rank's slots."""
+        return self._inner.list_selection(layer, top, pool)
+
+    def set_selection(self, layer: int, listed_Tt: Tensor, top: int, pool: int) -> None:
+        """Let a layer that another stage has run have selected this."""
+        self._inner.set_selection(layer, listed_Tt, top, pool)
 
 
 # -- slots ----------------------------------------------------------------------------------
@@ -348,8 +358,12 @@ class PackedParams(PackedSeqParams):
     tokens_t: Tensor = field(kw_only=True)
     tokens_s: Tensor = field(kw_only=True)
     vision: VisionInputs | None = field(default=None, kw_only=True)
+    has_images: bool = field(default=False, kw_only=True)
+    """Whether tokens of any rank have features of images."""
     deepstack: tuple[Tensor, ...] = field(default=(), kw_only=True)
     """Features of ``vision`` that the first layers add, of the forward that runs."""
+    sent_deepstack_sD: dict[int, Tensor] = field(default_factory=dict, kw_only=True)
+    """What layers of this stage add to all slots: such features that an earlier stage has sent."""
 
 
 class MegatronRows(Protocol):
@@ -449,6 +463,7 @@ def build_megatron_batch(
         tokens_t=local.tokens_t,
         tokens_s=local.tokens_t.chunk(multiple)[state.tp_group.rank if sequence else 0],
         vision=_build_vision(rows, local, spec, state, multiple),
+        has_images=rows.images is not None and not rows.images.is_empty,
     )
     return MegatronBatch(
         tokens_1t=local.tokens_t[None],
