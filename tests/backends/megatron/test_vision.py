@@ -7,9 +7,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.backends.megatron import cases
+from tests.backends.megatron import cases, head_cases
 from tests.backends.megatron.test_model import AGAIN, DISTRIBUTED_OPTIMIZER, Case, layout
-from tests.backends.megatron.vision_cases import adapt_alone, adapt_on_ranks, load_and_save, step_alone, step_on_ranks
+from tests.backends.megatron.vision_cases import (
+    TOKENS,
+    adapt_alone,
+    adapt_on_ranks,
+    load_and_save,
+    step_alone,
+    step_on_ranks,
+)
 from tests.models.vision.small_vision import VISION_KINDS, vision_model, vision_twin
 from tests.pool import ranks
 
@@ -95,6 +102,17 @@ def test_a_batch_without_images_leaves_the_tower_as_it_is(tmp_path: Path, sizes:
     flags = FIRST if sizes else ()
     wanted = compare_step(tmp_path, Case("qwen2_5_vl", sizes, flags), samples="text")
     assert not any(name.startswith("vision.") for name in wanted["grads"])
+
+
+def test_a_ppo_step_with_images_is_that_of_one_process(tmp_path: Path):
+    write_model(folder := tmp_path / "model", kind := "qwen2_5_vl")
+    batch = head_cases.rewarded(kind, images=True)
+    wanted = head_cases.ppo_alone(folder, batch, {}, max_tokens_per_gpu=TOKENS)
+    assert all(grad.any() for name, grad in wanted["grads"].items() if name.startswith("vision.blocks."))
+    for found in ranks(2, head_cases.ppo_with_images, folder, layout({"pipeline": 2}), FIRST, kind):
+        assert not cases.unlike(found["metrics"], wanted["metrics"])
+        assert not cases.apart(found["grads"], wanted["grads"], 2e-4)
+        assert not cases.apart(found["actor"], wanted["actor"], 2e-4)
 
 
 def test_a_step_of_adapters_with_images_is_that_of_one_process(tmp_path: Path):
