@@ -30,7 +30,9 @@ from miles.train.policy_trainer import PolicyTrainer
 TRAIN = TrainConfig(lr=1e-2, adam_eps=1e-2, draft_lr=1e-2, max_tokens_per_gpu=24, draft_train_steps=2)
 
 
-def trainer_of(folder: Path, kind: str | None, mesh: FsdpMesh | None) -> tuple[PolicyTrainer, Any]:
+def trainer_of(
+    folder: Path, kind: str | None, mesh: FsdpMesh | None, draft_config: TrainConfig = TRAIN
+) -> tuple[PolicyTrainer, Any]:
     """The trainer of the policy in ``folder``, with an EAGLE-3 head, its MTP layers, or no draft."""
     config = hf.read_config(folder)
     decoder = hf.load(folder, device="cpu", dtype=torch.float32)
@@ -44,7 +46,7 @@ def trainer_of(folder: Path, kind: str | None, mesh: FsdpMesh | None) -> tuple[P
         made = load_mtp(folder, decoder.spec, device="cpu", dtype=torch.float32)
     elif kind is not None:
         made = init_eagle(build_eagle_spec(decoder.spec), seed=3, device="cpu", dtype=torch.float32)
-    draft = None if made is None else DraftTrainer(made, train=TRAIN, temperature=1.0, dp_group=group)
+    draft = None if made is None else DraftTrainer(made, train=draft_config, temperature=1.0, dp_group=group)
     options: Any = {"algo": AlgoConfig(), "train": TRAIN, "steps": 1, "updates": 10, "temperature": 1.0}
     return PolicyTrainer(actor, **options, run=InlineExecutor(), draft=draft, dp_group=group), made
 

@@ -196,10 +196,6 @@ class ParallelDims:
             return "sequence parallelism needs a tensor parallel size above 1; raise that size or disable it."
         if self.sequence and spec.per_layer_input is not None and not slices_layer_inputs:
             return "sequence parallelism does not split the embeddings that each layer of this model has; disable it."
-        if self.sequence and spec.has_ngrams:
-            return "sequence parallelism does not split the n-gram embeddings of this model; disable it."
-        if self.sequence and any(layer.output_kernel for layer in spec.layers):
-            return "sequence parallelism splits the tokens that short convolutions of this model read; disable it."
         if self.expert > 1:
             counts = {layer.ffn.num_experts for layer in spec.layers if isinstance(layer.ffn, shard.MoeSpec)}
             if not counts:

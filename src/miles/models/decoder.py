@@ -97,14 +97,6 @@ def _build_output_convs(
     return build("mixer", layer.mixer is not None), build("ffn", layer.ffn is not None)
 
 
-def _finish_part(
-    out_TD: Tensor, conv: ResidualConv | None, post_norm: RMSNorm | None, attn_backend: AttentionBackend
-) -> Tensor:
-    """Return the output of a mixer or feed-forward part behind its convolution and its norm, if it has them."""
-    out_TD = out_TD if conv is None else conv(out_TD, attn_backend)
-    return out_TD if post_norm is None else post_norm(out_TD)
-
-
 class DecoderLayer(nn.Module):
     """A mixer and a feed-forward part, each with a pre-norm and a residual connection; either may be absent."""
 
@@ -150,8 +142,10 @@ class DecoderLayer(nn.Module):
         self.attention_hyper = _build_hyper_connection(spec, **factory)
         self.mlp_hyper = _build_hyper_connection(spec, **factory)
         # Tensor parallelism: the output of a mixer or feed-forward part is a partial sum, which ``reduce_from_tp``
-        # adds up over the ranks. In training so is the gradient of its input, which ``copy_to_tp`` adds up.
+        # adds up over the ranks. In training so is the gradient of its input, which ``copy_to_tp`` adds up. Under
+        # sequence parallelism these gather and scatter tokens, of which ``select_own`` returns this rank's.
         self.copy_to_tp: Callable[[Tensor], Tensor] | None = None
+        self.select_own: Callable[[Tensor], Tensor] | None = None
         self.reduce_from_tp: Callable[[Tensor], Tensor] | None = None
 
     def forward(
@@ -190,14 +184,14 @@ class DecoderLayer(nn.Module):
             x_TD, y_TD = self.attention_norm.add_norm_quantized(x_TD, deferred_TD)
             mixer = self.get_submodule(self._mixer)
             deferred_TD = self._leave_tp(mixer(self._enter_tp(y_TD), positions, attn_backend))
-            deferred_TD = _finish_part(deferred_TD, self.attention_conv, self.attention_post_norm, attn_backend)
+            deferred_TD = self._finish_part(deferred_TD, self.attention_conv, self.attention_post_norm, attn_backend)
         if self.mlp_norm is not None:
             x_TD, y_TD = self.mlp_norm.add_norm_quantized(x_TD, deferred_TD)
             if self.mlp is not None:
                 deferred_TD = self._leave_tp(self.mlp(self._enter_tp(y_TD)))
             else:
                 deferred_TD = self._run_moe(x_TD, y_TD, routing)
-            deferred_TD = _finish_part(deferred_TD, self.mlp_conv, self.mlp_post_norm, attn_backend)
+            deferred_TD = self._finish_part(deferred_TD, self.mlp_conv, self.mlp_post_norm, attn_backend)
         if self.per_layer is not None:
             assert input_TP is not None, "the layer has an input of its own"
             x_TD = x_TD if deferred_TD is None else x_TD + deferred_TD
@@ -213,7 +207,8 @@ class DecoderLayer(nn.Module):
         assert self.attention_hyper is not None and self.mlp_hyper is not None
         if self.ngram is not None:
             assert routing is not None and routing.tokens_T is not None, "n-grams are looked up by the ids of tokens"
-            x_TSD = x_TSD + self.ngram(x_TSD, routing.tokens_T, attn_backend)
+            ngram, tokens_T = self.ngram, routing.tokens_T
+            x_TSD = x_TSD + self._run_on_all_tokens(lambda all_TSD: ngram(all_TSD, tokens_T, attn_backend), x_TSD)
         read_TD, mixing = self.attention_hyper(x_TSD)
         mixer = self.get_submodule(self._mixer)
         y_TD = read_TD if self.attention_norm is None else self.attention_norm.add_norm_quantized(read_TD, None)[1]
@@ -293,6 +288,22 @@ class DecoderLayer(nn.Module):
 
     def _leave_tp(self, part_TD: Tensor) -> Tensor:
         return part_TD if self.reduce_from_tp is None else self.reduce_from_tp(part_TD)
+
+    def _run_on_all_tokens(self, run: Callable[[Tensor], Tensor], x_TD: Tensor) -> Tensor:
+        """Return this rank's own tokens of what ``run`` computes from all, such as a convolution along them."""
+        if self.select_own is None:
+            return run(x_TD)
+        all_TD = self._enter_tp(x_TD)
+        assert isinstance(all_TD, Tensor)
+        return self.select_own(run(all_TD))
+
+    def _finish_part(
+        self, out_TD: Tensor, conv: ResidualConv | None, post_norm: RMSNorm | None, attn_backend: AttentionBackend
+    ) -> Tensor:
+        """Return the output of a mixer or feed-forward part behind its convolution and its norm, if it has them."""
+        if conv is not None:
+            out_TD = self._run_on_all_tokens(lambda all_TD: conv(all_TD, attn_backend), out_TD)
+        return out_TD if post_norm is None else post_norm(out_TD)
 
 
 def _build_hyper_connection(

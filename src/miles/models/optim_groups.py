@@ -55,7 +55,7 @@ _NARROW = (
 )
 
 # Selected experts follow the load, or a table; indexers and fixed scales have no gradient either.
-_UNTRAINED = (".moe.correction", ".moe.expert_table")
+_UNTRAINED = (".moe.correction", ".moe.expert_table", ".ngram.multipliers", ".ngram.sizes", ".ngram.offsets")
 _INDEXER = ".indexer."
 _OUTPUT_SCALE = "output_scale"
 _UNTRAINED_VISION = (*CLIP_BOUNDS, "std_bias", "std_scale")

@@ -118,8 +118,8 @@ def test_recurrent_layers_do_as_near_as_their_sums_are_long(kind, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "layouts", "recompute"),
     [
-        ("inkling", ("hsdp", "tp x fsdp"), "selective"),
-        ("inkling whole", ("tp of more ranks than key heads", "ep x fsdp"), "full"),
+        ("inkling", ("hsdp", "tp x fsdp", "tp+sp x fsdp"), "selective"),
+        ("inkling whole", ("tp of more ranks than key heads", "ep x fsdp", "tp+sp x fsdp"), "full"),
     ],
 )
 def test_relative_attention_and_weighed_shared_experts_do_too(kind, layouts, recompute, tmp_path):
@@ -139,7 +139,7 @@ def test_compressed_attention_and_hash_routing_do_too(tmp_path):
 
 def test_ngram_embeddings_and_gated_hyper_connections_do_too(tmp_path):
     """The table of n-grams is sharded by its rows, and what is added to the streams is on all ranks."""
-    some = {name: FOUR[name] for name in ("hsdp", "tp x fsdp")}
+    some = {name: FOUR[name] for name in ("hsdp", "tp x fsdp", "tp+sp x fsdp")}
     check("hybrid qwen4", some, tmp_path, bound=5e-5, dtype="float32", recompute="selective", replay=True)
     experts = {"ep x fsdp": ParallelDims(world=4, shard=4, expert=2)}
     check("hybrid qwen4", experts, tmp_path, bound=5e-5, dtype="float32", recompute="full", replay=False)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from tests.backends.megatron import cases
+from tests.backends.megatron.vision_cases import TOKENS, image_samples
 from tests.train.small_trainer import EPS, worker
 
 from miles.algo.config import AlgoConfig
@@ -52,17 +53,21 @@ def fill_head(model: Any) -> None:
                 parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
 
 
-def ppo_trainer(actor: Any, value: Any, dp_group: Any, algo: dict[str, Any]) -> tuple[PolicyTrainer, Critic]:
-    settings, train = AlgoConfig(**PPO, **algo), TrainConfig(**TRAIN)
+def ppo_trainer(
+    actor: Any, value: Any, dp_group: Any, algo: dict[str, Any], **changes: Any
+) -> tuple[PolicyTrainer, Critic]:
+    settings, train = AlgoConfig(**PPO, **algo), TrainConfig(**(TRAIN | changes))
     critic = Critic(value, algo=settings, train=train, updates=10, dp_group=dp_group)
-    how = {"algo": PPO | algo, "train": TRAIN, "temperature": 0.9, "critic": critic, "dp_group": dp_group}
+    how = {"algo": PPO | algo, "train": TRAIN | changes, "temperature": 0.9, "critic": critic, "dp_group": dp_group}
     return worker(actor, **how), critic
 
 
-def ppo_step(actor: Any, value: Any, dp_group: Any, batch: tuple[Sample, ...], algo: dict[str, Any]) -> dict[str, Any]:
+def ppo_step(
+    actor: Any, value: Any, dp_group: Any, batch: tuple[Sample, ...], algo: dict[str, Any], **changes: Any
+) -> dict[str, Any]:
     """A PPO step: its metrics, the critic's gradients and what both models are after it."""
     fill_head(value)
-    trainer, critic = ppo_trainer(actor, value, dp_group, algo)
+    trainer, critic = ppo_trainer(actor, value, dp_group, algo, **changes)
     grads = watch_optimizer(value, critic._optimizer)
     report = asyncio.run(trainer.step(Batch(step=0, samples=batch, num_groups=1)))
     after = {name: value.gather(name, p.detach()).clone() for name, p in value.parameters().items()}
@@ -76,9 +81,9 @@ def local_pair(folder: Path) -> tuple[LocalModel, LocalCritic]:
     return LocalModel(actor, config=config), LocalCritic(value, config=config)
 
 
-def ppo_alone(folder: Path, batch: tuple[Sample, ...], algo: dict[str, Any]) -> dict[str, Any]:
+def ppo_alone(folder: Path, batch: tuple[Sample, ...], algo: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """The step in one process, itself held against transformers."""
-    return ppo_step(*local_pair(folder), SINGLE_RANK, batch, algo)
+    return ppo_step(*local_pair(folder), SINGLE_RANK, batch, algo, **changes)
 
 
 def ppo_shared(
@@ -90,6 +95,7 @@ def ppo_shared(
     batch: tuple[Sample, ...],
     algo: dict[str, Any],
     out: Path | None,
+    **changes: Any,
 ) -> dict[str, Any]:
     """The step on one of Megatron's ranks; a checkpoint after it is written, read and written by ``save``."""
     from tests.backends.megatron.shim import on_cpu
@@ -105,7 +111,7 @@ def ppo_shared(
         try:
             actor = load_megatron_model(folder, spec, layout, **how)
             value = MegatronCritic(load_megatron_model(folder, spec, layout, **how, scalar_head=head))
-            found = ppo_step(actor, value, actor.dp_group, batch, algo)
+            found = ppo_step(actor, value, actor.dp_group, batch, algo, **changes)
             trainer = found.pop("trainer")
             if out is not None:
                 asyncio.run(trainer.save(out / "checkpoint"))
@@ -174,12 +180,20 @@ def adapter_ppo_shared(
             destroy_parallel_state()
 
 
-def rewarded(kind: str) -> tuple[Sample, ...]:
-    """Ragged samples with a reward each, which PPO's estimator spreads over their tokens."""
-    found = cases.samples(kind)
+def rewarded(kind: str, images: bool = False) -> tuple[Sample, ...]:
+    """Ragged samples, with images or without, with a reward each, which PPO's estimator spreads over their tokens."""
+    found = image_samples(kind, "turns") if images else cases.samples(kind)
     for number, s in enumerate(found):
         s.advantages[s.mask] = np.float32(number % 3)
     return found
+
+
+def ppo_with_images(
+    rank: int, world: int, folder: Path, layout: ParallelDims, flags: tuple[str, ...], kind: str
+) -> dict[str, Any]:
+    """The step on one of Megatron's ranks, on samples with images, which no process can send to another."""
+    batch = rewarded(kind, images=True)
+    return ppo_shared(rank, world, folder, layout, flags, batch, {}, None, max_tokens_per_gpu=TOKENS)
 
 
 # -- reward models --------------------------------------------------------------------------

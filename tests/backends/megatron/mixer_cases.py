@@ -150,6 +150,7 @@ ROUTED = {
     "qwen3_next": (3, 4, 2),
     "deepseek_v32": (2, 8, 4),
     "glm_moe_dsa": (2, 8, 4),
+    "glm_moe_dsa shared": (2, 8, 4),
     "qwen3_5_moe": (4, 4, 2),
     "glm4_moe_lite": (3, 8, 4),
     "mistral4": (2, 8, 4),

@@ -24,6 +24,7 @@ from miles.models.draft.mtp import MtpDraft
 from miles.models.families import spec_from_config
 from miles.models.spec import DecoderSpec
 from miles.train.batch_tensors import flatten_batch, pack_micro_batch
+from miles.train.config import TrainConfig
 from miles.train.draft_trainer import DraftTrainer
 from miles.train.policy_trainer import PolicyTrainer
 
@@ -40,6 +41,7 @@ def train_mtp(
     with_draft: bool,
     target: Path | None = None,
     start: Path | None = None,
+    draft_config: TrainConfig = TRAIN,
 ) -> Found:
     """The metrics of each step, the whole policy and this rank's MTP layers after them."""
     from tests.backends.megatron.shim import on_cpu
@@ -55,7 +57,8 @@ def train_mtp(
             made, draft, group = None, None, model.dp_group
             if with_draft:
                 made = load_mtp(folder, spec, device="cpu", dtype=torch.float32)
-                draft = DraftTrainer(made, train=TRAIN, temperature=1.0, dp_group=group, pipeline_size=layout.pipeline)
+                stages = layout.pipeline
+                draft = DraftTrainer(made, train=draft_config, temperature=1.0, dp_group=group, pipeline_size=stages)
             options: Any = {"algo": AlgoConfig(), "train": TRAIN, "steps": 1, "updates": 10, "temperature": 1.0}
             trainer = PolicyTrainer(model, **options, run=InlineExecutor(), draft=draft, dp_group=group)
             if start is not None:

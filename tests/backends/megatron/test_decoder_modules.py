@@ -57,6 +57,8 @@ CASES = [
     Case("inkling", {"pipeline": 2}, (*SELECTIVE, "--num-layers-in-first-pipeline-stage", "1")),
     Case("inkling", SPREAD, (*DISTRIBUTED_OPTIMIZER, *AGAIN)),
     Case("inkling whole", {"context": 2, "expert": 2}),
+    Case("inkling", SPLIT, AGAIN),
+    Case("inkling whole", SPLIT | {"context": 2}, (*DISTRIBUTED_OPTIMIZER, *SELECTIVE)),
 ]
 
 
@@ -138,7 +140,7 @@ def test_a_bias_of_an_expert_follows_its_load_in_the_decoders_router(tmp_path: P
 @pytest.mark.parametrize(
     ("kind", "sizes", "flags", "said"),
     [
-        ("hybrid qwen4", {"tensor": 2}, {}, "does not split the n-gram embeddings of qwen4_exp_text"),
+        ("inkling", SPLIT | {"tensor": 4}, {}, "layer 1 has 2 key-value heads"),
         ("qwen2 moe", SPLIT | {"expert_tensor": 1}, {}, None),
         ("gpt-oss", SPLIT | {"expert_tensor": 1}, {}, "experts of layer 0 are sharded like its other layers"),
         ("gpt-oss", {"tensor": 2}, {}, "add it"),
@@ -170,6 +172,8 @@ def test_what_cannot_be_trained_is_refused_in_a_sentence(
         Case("gpt-oss", SPREAD),
         Case("minimax-m2", {"tensor": 2, "pipeline": 2, "sequence": True}),
         Case("gemma4 with experts", SPLIT),
+        Case("inkling", SPLIT),
+        Case("inkling whole", SPREAD),
     ],
     ids=str,
 )

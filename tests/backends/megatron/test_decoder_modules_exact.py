@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed: miles-rl[megatron]"),
 ]
 
+FIRST = ("--num-layers-in-first-pipeline-stage", "1")
 CASES = [
     Case("gpt-oss", SPLIT),
     Case("gpt-oss", SPREAD, SELECTIVE),
@@ -43,15 +44,19 @@ CASES = [
     Case("gemma4", {"tensor": 2}),
     Case("gemma4 with experts", SPLIT),
     Case("inkling", {"context": 2, "expert": 2}, AGAIN),
-    Case("inkling whole", {"pipeline": 2}, ("--num-layers-in-first-pipeline-stage", "1")),
+    Case("inkling", SPLIT),
+    Case("inkling whole", {"pipeline": 2}, FIRST),
     Case("gemma3n", SPLIT, AGAIN),
     Case("gemma4 with per-layer inputs and shared keys", {"tensor": 2}),
     Case("hybrid glm 5.3 flash", {"pipeline": 2}),
+    Case("hybrid glm 5.3 flash shared choices, unbounded decay", {"pipeline": 2}, FIRST),
+    Case("gemma3n", {"pipeline": 2}),
     Case("deepseek v4", SPLIT),
     Case("deepseek v4", {"context": 2, "expert": 2}),
     Case("minimax-m3", SPLIT),
     Case("minimax-m3", {"context": 2}, SELECTIVE),
     Case("hybrid qwen4", {"context": 2, "expert": 2}, AGAIN),
+    Case("hybrid qwen4", SPLIT),
 ]
 QUICK = [Case("gpt-oss", SPREAD, SELECTIVE), Case("minimax-m2", SPLIT), Case("gemma2", SPLIT, DISTRIBUTED_OPTIMIZER)]
 

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from tests.backends.megatron import cases
+from tests.backends.megatron import cases, family_cases
 from tests.backends.megatron.memory_cases import MemoryCase, hold_all
 from tests.pool import ranks
 
@@ -66,8 +66,39 @@ FOUR = [
 ]
 
 
+EXPERTS = PARTS | {"expert": 2}
+FIRST = ("--num-layers-in-first-pipeline-stage", "1")
+FAMILIES = [
+    MemoryCase(kind="gemma2", layout=TENSOR, flags=OWN),
+    MemoryCase(kind="gpt-oss", layout=EXPERTS, flags=OWN),
+    MemoryCase(kind="gpt-oss", layout=TENSOR),
+    MemoryCase(kind="glm-4.5 air, two shared", layout=TENSOR, flags=OWN),
+    MemoryCase(kind="ernie 4.5 moe", layout=EXPERTS, flags=OWN),
+    MemoryCase(kind="llama 4 with experts in some layers", layout=STAGES, flags=OWN),
+    MemoryCase(kind="step 3.7", layout=TENSOR, flags=OWN, dtype="float32"),
+    MemoryCase(kind="gemma4 with experts", layout=EXPERTS, flags=OWN),
+    MemoryCase(kind="hybrid qwen3 next", layout=EXPERTS, flags=OWN),
+    MemoryCase(kind="hybrid qwen3.5", layout=TENSOR, flags=OWN),
+    MemoryCase(kind="hybrid kimi linear", layout=TENSOR, flags=OWN),
+    MemoryCase(kind="hybrid nemotron 3 latent, in groups", layout=EXPERTS, flags=OWN),
+    MemoryCase(kind="lfm2 untied with biases, longer convolution", layout=STAGES, flags=(*OWN, *FIRST)),
+    MemoryCase(kind="deepseek v3.2 with biases", layout=EXPERTS, flags=OWN),
+    MemoryCase(kind="minimax-m3", layout=TENSOR, flags=OWN),
+    MemoryCase(kind="hybrid glm 5.3 flash", layout=STAGES, flags=OWN),
+    MemoryCase(kind="deepseek v4", layout=EXPERTS, flags=OWN),
+    MemoryCase(kind="deepseek v4", layout=STAGES),
+    MemoryCase(kind="hybrid qwen4", layout=TENSOR, flags=OWN),
+    MemoryCase(kind="hybrid qwen4", layout=EXPERTS),
+    MemoryCase(kind="gemma3n", layout=TENSOR, flags=OWN),
+    MemoryCase(kind="gemma3n untied, another stream active", layout=STAGES, flags=OWN),
+    MemoryCase(kind="gemma4 with per-layer inputs and shared keys", layout=PARTS, flags=OWN),
+    MemoryCase(kind="inkling", layout=TENSOR, flags=OWN),
+    MemoryCase(kind="inkling whole", layout=EXPERTS, flags=OWN),
+]
+
+
 def spec_of(case: MemoryCase):
-    return spec_from_config(cases.KINDS[case.kind])
+    return family_cases.spec_of(case.kind) if case in FAMILIES else spec_from_config(cases.KINDS[case.kind])
 
 
 def held_model(case: MemoryCase) -> HeldModel:
@@ -116,3 +147,15 @@ def test_every_rank_holds_what_the_plan_says_to_the_byte(tmp_path: Path, world: 
     assert {case: found[case] for case in held if planned[case] != found[case]} == {}
     fullest = {case: plan_fullest(case, world) for case in held}
     assert {case: fullest[case] for case in held if fullest[case] != max(found[case], key=sum)} == {}
+
+
+@pytest.mark.extended
+def test_every_rank_holds_what_the_plan_says_of_the_decoders_modules(tmp_path: Path):
+    for kind in {case.kind for case in FAMILIES}:
+        family_cases.write_family(tmp_path / kind.replace(" ", "_"), kind)
+    reported = ranks(2, hold_all, tmp_path, FAMILIES)
+    found = {case: [of_rank[number] for of_rank in reported] for number, case in enumerate(FAMILIES)}
+    planned = {case: [plan_rank(case, 2, rank) for rank in range(2)] for case in FAMILIES}
+    assert {case: (found[case], planned[case]) for case in FAMILIES if planned[case] != found[case]} == {}
+    fullest = {case: plan_fullest(case, 2) for case in FAMILIES}
+    assert {case: fullest[case] for case in FAMILIES if fullest[case] != max(found[case], key=sum)} == {}

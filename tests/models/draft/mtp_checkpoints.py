@@ -39,6 +39,9 @@ _FULL = {"layer_types": ["full_attention"]}
 MTP_KINDS = {
     "deepseek v3": MtpKind(kind="deepseek v3", **_LAST),
     "glm-4.5": MtpKind(kind="glm-4.5", **_LAST),
+    "deepseek v3.2": MtpKind(kind="deepseek v3.2", **_LAST),
+    "glm 4.7 flash": MtpKind(kind="glm 4.7 flash", **(_LAST | {"layer": {"mlp_layer_types": ["sparse"]}})),
+    "glm 5": MtpKind(kind="glm 5", **_LAST),
     "qwen3-next": MtpKind(kind="hybrid qwen3 next", layer=_FULL, **_BESIDE),
     "qwen3.5": MtpKind(kind="hybrid qwen3.5", layer=_FULL, **_BESIDE),
     "mimo": MtpKind(

@@ -35,6 +35,7 @@ def build_tp_collectives(group: CommGroup, *, sequence: bool) -> TpCollectives:
             reduce_from_tp=partial(reduce_scatter_to_sequence_region, group=group),
             all_reduce=all_reduce,
             copy_to_tp=partial(gather_from_sequence_region, group=group),
+            select_own=lambda x_TD: x_TD.chunk(group.world)[group.rank],
         )
     return TpCollectives(
         reduce_from_tp=partial(reduce_from_parallel_region, group=group),

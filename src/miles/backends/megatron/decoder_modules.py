@@ -86,6 +86,12 @@ class TensorParallelRegion:
         part = part.clone() if self._keeps_parts else part
         return reduce_from_tensor_model_parallel_region(part, group=self.group.process_group)
 
+    def run_on_all_slots(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Return this rank's own slots of what ``run`` computes from all, such as a convolution along them."""
+        if not self._sequence:
+            return run(x)
+        return run(self.enter(x)).chunk(self.group.world)[self.group.rank]
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum inside a mixer or MLP, where every rank continues differently: the gradient is summed too."""
         if self.group.world == 1:
@@ -146,9 +152,12 @@ class DecoderModule(MegatronModule):
             self.add_decoder_module(config, index, name, partial(ResidualConv, spec.hidden_size, kernel, state))
             self._conv_name = name
 
-    def finish(self, out_tD: Tensor, attn_backend: AttentionBackend | None) -> Tensor:
+    def finish(self, out_sD: Tensor, attn_backend: AttentionBackend | None) -> Tensor:
         """Return the summed output of this part behind its convolution, if it has one."""
-        return out_tD if self._conv_name is None else self.get_submodule(self._conv_name)(out_tD, attn_backend)
+        if self._conv_name is None:
+            return out_sD
+        conv = self.get_submodule(self._conv_name)
+        return self.region.run_on_all_slots(lambda out_tD: conv(out_tD, attn_backend), out_sD)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
@@ -265,8 +274,8 @@ class DecoderMlp(DecoderModule):
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         mlp = self.get_submodule("mlp")
-        out_tD = self.region.leave(mlp(self.region.enter(hidden_states).flatten(0, 1)))
-        return self.finish(out_tD, self.attn_backend).unsqueeze(1), None
+        out_sD = self.region.leave(mlp(self.region.enter(hidden_states).flatten(0, 1)))
+        return self.finish(out_sD, self.attn_backend).unsqueeze(1), None
 
 
 class DecoderMoe(DecoderModule):

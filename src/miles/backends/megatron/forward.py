@@ -183,6 +183,7 @@ class _Stage:
             for layer in range(self._tf_config.decoder_spec.num_layers):
                 batch.packed.attn_backend.drop_selection(layer)
             batch.packed.positions.shared_kv.clear()
+            batch.packed.sent_deepstack_sD.clear()
         return out_t1D, partial(self._loss, model, number, batch)
 
     def _loss(

@@ -48,15 +48,15 @@ from miles.backends.megatron.residual_streams import (
     shares_keys,
 )
 from miles.backends.megatron.router import BalancedRouter
+from miles.backends.megatron.stage_tensors import StageTensors
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
-from miles.backends.megatron.vision_stage import add_deepstack, build_vision_tower, check_first_stage, place_images
-from miles.core.errors import UsageError
+from miles.backends.megatron.vision_stage import add_deepstack, build_vision_tower, place_images
 from miles.kernels.attention.params import AttentionInputs, AttentionParams
 from miles.kernels.fused.rms_norm import rms_norm
 from miles.kernels.numerics import FAST
 from miles.models.decoder import scale_embedding
 from miles.models.layers.rope import Positions, apply_rotary
-from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec
+from miles.models.spec import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec
 from miles.models.vision.tower import VisionTower
 from miles.precision.kv_cache import round_kv
 
@@ -216,28 +216,34 @@ class GPTBackbone(GPTModel):
             if self.post_process:
                 join = self.residual.join
                 decoder.final_layernorm.register_forward_pre_hook(lambda _, args: (join(args[0]),))
+        first = get_transformer_layer_offset(config, vp_stage=kwargs.get("vp_stage"))
+        self.stage_tensors = StageTensors(config, first=first, end=first + len(decoder.layers))
         if shares_keys(spec):
             decoder._checkpointed_forward = partial(recompute_layers, decoder)
 
     def forward(
         self, input_ids: Tensor, *args: Any, packed_seq_params: PackedParams | None = None, **kwargs: Any
     ) -> Tensor:
-        residual = self.residual
-        assert packed_seq_params is not None
-        if residual is None:
-            return super().forward(input_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
-        if self.pre_process:
-            x_s1D = self._place_images(self.embedding(input_ids=input_ids, position_ids=None), packed_seq_params)
-            vision = packed_seq_params.vision
-            placeholder_I = None if vision is None else vision.token_I
-            x_sSD, inputs_s1X = residual.begin(packed_seq_params.tokens_s, x_s1D, placeholder_I)
-        else:
+        packed, residual = packed_seq_params, self.residual
+        assert packed is not None
+        inputs_s1X: Tensor | None = None
+        if not self.pre_process:
             received: Any = self.decoder.input_tensor
-            x_sSD, inputs_s1X = residual.receive(received)
+            x_sSD = self.stage_tensors.receive(received, packed)
+            if residual is not None:
+                x_sSD, inputs_s1X = residual.receive(x_sSD)
             self.decoder.set_input_tensor(x_sSD)
-        kwargs |= {"decoder_input": x_sSD, "extra_block_kwargs": {"context": inputs_s1X}}
-        out = super().forward(input_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
-        return out if self.post_process else residual.send(out, inputs_s1X)
+        elif residual is not None:
+            x_s1D = self._place_images(self.embedding(input_ids=input_ids, position_ids=None), packed)
+            placeholder_I = None if packed.vision is None else packed.vision.token_I
+            x_sSD, inputs_s1X = residual.begin(packed.tokens_s, x_s1D, placeholder_I)
+            kwargs["decoder_input"] = x_sSD
+        if residual is not None:
+            kwargs["extra_block_kwargs"] = {"context": inputs_s1X}
+        out = super().forward(input_ids, *args, packed_seq_params=packed, **kwargs)
+        if self.post_process:
+            return out
+        return self.stage_tensors.send(out if residual is None else residual.send(out, inputs_s1X), packed)
 
     def _preprocess(
         self, *args: Any, packed_seq_params: PackedParams, decoder_input: Tensor | None = None, **kwargs: Any
@@ -297,11 +303,6 @@ def build_gpt_backbone(
 
 
 def _block_spec(config: DecoderTransformerConfig, stage: int | None, rank: int) -> TransformerBlockSubmodules:
-    stages = range(config.virtual_pipeline_model_parallel_size or 1)
-    for pp_rank in range(config.pipeline_model_parallel_size):  # every rank raises the same error
-        for vp_stage in stages:
-            _check_selections(config.decoder_spec, _stage_layers(config, None if stage is None else vp_stage, pp_rank))
-    check_first_stage(config.decoder_spec, len(_stage_layers(config, None if stage is None else 0, 0)))
     specs = [_layer_module_spec(config, i) for i in _stage_layers(config, stage, rank)]
     norm: Any = MegatronRMSNorm if config.decoder_spec.has_final_norm else IdentityOp
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
@@ -312,26 +313,6 @@ def _stage_layers(config: DecoderTransformerConfig, stage: int | None, rank: int
     count = get_num_layers_to_build(config, vp_stage=stage, pp_rank=rank)
     offset = get_transformer_layer_offset(config, vp_stage=stage, pp_rank=rank)
     return range(offset, offset + count)
-
-
-def _check_selections(spec: DecoderSpec, layers: range) -> None:
-    """Raise an error if a layer of this stage reuses what the indexer of another stage selects, or its keys."""
-    for i in layers:
-        mixer = spec.layers[i].mixer
-        keys = mixer.kv_source if isinstance(mixer, AttentionSpec) else None
-        if keys is not None and keys not in layers:
-            raise UsageError(
-                f"layer {i} of {spec.family} attends to the keys of layer {keys}, which is on another pipeline stage; "
-                "let the layers that share keys be on one stage, with --megatron-num-layers-in-first-pipeline-stage or "
-                "another --pipeline-model-parallel-size."
-            )
-        source = mixer.indexer.source if isinstance(mixer, MlaSpec) and mixer.indexer is not None else None
-        if source is not None and source not in layers:
-            raise UsageError(
-                f"layer {i} of {spec.family} attends to the tokens that layer {source} selects, which is on another "
-                "pipeline stage; let stages begin at layers with an indexer of their own, with "
-                "--megatron-num-layers-in-first-pipeline-stage or another --pipeline-model-parallel-size."
-            )
 
 
 def _layer_module_spec(config: DecoderTransformerConfig, index: int) -> ModuleSpec:

@@ -168,6 +168,8 @@ class PackedAttention(AttentionBackend, Protocol):
     """An AttentionBackend of one micro-batch, which has what indexers selected until ``drop_selection``."""
 
     def drop_selection(self, layer: int) -> None: ...
+    def list_selection(self, layer: int, top: int, pool: int) -> Tensor: ...
+    def set_selection(self, layer: int, listed_Tt: Tensor, top: int, pool: int) -> None: ...
 
     def attend_relative(self, layer: int, inputs: AttentionInputs, bias: RelativeBias) -> Tensor: ...
     def attend_compressed(self, layer: int, inputs: AttentionInputs, compressor: CompressorInputs) -> Tensor: ...
@@ -226,6 +228,14 @@ class GatheredKVAttention:
     def drop_selection(self, layer: int) -> None:
         """Free what a layer's indexer selected."""
         self._inner.drop_selection(layer)
+
+    def list_selection(self, layer: int, top: int, pool: int) -> Tensor:
+        """Return what a layer's indexer selected for this rank's slots."""
+        return self._inner.list_selection(layer, top, pool)
+
+    def set_selection(self, layer: int, listed_Tt: Tensor, top: int, pool: int) -> None:
+        """Let a layer that another stage has run have selected this."""
+        self._inner.set_selection(layer, listed_Tt, top, pool)
 
 
 # -- slots ----------------------------------------------------------------------------------
@@ -290,7 +300,8 @@ def build_segments(slots: SlotLayout, *, rank: int, context: int) -> list[Segmen
 class PackedParams(PackedSeqParams):
     """Passed to every layer of a forward, also when it is recomputed in backward.
 
-    ``tokens_s`` are the tokens of the slots whose hidden states this rank has under sequence parallelism.
+    ``tokens_t`` are those of the slots, ``tokens_s`` of the slots whose hidden states this rank has under sequence
+    parallelism.
     """
 
     qkv_format: str = "thd"
@@ -299,10 +310,15 @@ class PackedParams(PackedSeqParams):
     replay: RoutingReplay | None = field(default=None, kw_only=True)
     selections: IndexerSelections | None = field(default=None, kw_only=True)
     router_loss: RouterLoss | None = field(default=None, kw_only=True)
+    tokens_t: Tensor = field(kw_only=True)
     tokens_s: Tensor = field(kw_only=True)
     vision: VisionInputs | None = field(default=None, kw_only=True)
+    has_images: bool = field(default=False, kw_only=True)
+    """Whether tokens of any rank have features of images."""
     deepstack: tuple[Tensor, ...] = field(default=(), kw_only=True)
     """Features of ``vision`` that the first layers add, of the forward that runs."""
+    sent_deepstack_sD: dict[int, Tensor] = field(default_factory=dict, kw_only=True)
+    """What layers of this stage add to all slots: such features that an earlier stage has sent."""
 
 
 class MegatronRows(Protocol):
@@ -399,8 +415,10 @@ def build_megatron_batch(
         replay=replay,
         router_loss=router_loss,
         selections=selections,
+        tokens_t=local.tokens_t,
         tokens_s=local.tokens_t.chunk(multiple)[state.tp_group.rank if sequence else 0],
         vision=_build_vision(rows, local, spec, state, multiple),
+        has_images=rows.images is not None and not rows.images.is_empty,
     )
     return MegatronBatch(
         tokens_1t=local.tokens_t[None],

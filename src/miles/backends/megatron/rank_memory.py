@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import ceil, lcm
 
-from miles.backends.megatron.module_choice import AdaptedPart, choose_modules
+from miles.backends.megatron.module_choice import FFN_NAMES, MIXER_NAMES, AdaptedPart, ModuleChoice, choose_modules
 from miles.cluster.parallel_dims import ParallelDims
 from miles.models.accounting.params import (
     BYTES,
@@ -23,9 +23,24 @@ from miles.models.accounting.params import (
     optimizer_state_bytes,
 )
 from miles.models.optim_groups import TRAINED_VISION, FrozenVision, is_vision_param
-from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MoeSpec
+from miles.models.parallel.tp_sharding import compute_tp_shards
+from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlaSpec, MoeSpec
 
-# Order of the parameters of Megatron's modules; names behind ``layers.N.``, of a prefix all by the order below it.
+# Order of the parts of Megatron's layer, and of the parameters of its own modules; names behind ``layers.N.``, of a
+# prefix all by the order below it. A part of the decoder's module has its parameters one after the other.
+_PART_ORDER = (
+    *(
+        "output_scale",
+        "attention_norm",
+        "mixer",
+        "attention_conv",
+        "attention_post_norm",
+        "mlp_norm",
+        "ffn",
+        "mlp_conv",
+    ),
+    *("mlp_post_norm", "ngram", "altup", "laurel", "attention_hyper", "mlp_hyper", "per_layer"),
+)
 _LAYER_ORDER = (
     "attention_norm",
     "attention.output",
@@ -51,13 +66,44 @@ _LAYER_ORDER = (
     "moe.shared.gate_up",
     "moe.shared.down",
 )
+# Order of the parameters of the decoder's modules: those of a module itself are in front of those of modules in it.
+_DECODER_ORDER = {
+    "attention": ("sinks", "qkv.", "output.", "gate.", "q_norm.", "k_norm.", "indexer."),
+    "relative": ("profiles", "qkv.", "relative.", "kv_conv.", "q_norm.", "k_norm.", "output."),
+    "mla": ("q.", "q_a.", "q_a_norm.", "q_b.", "kv_a.", "kv_a_norm.", "kv_b.", "output.", "indexer."),
+    "compressed": (
+        *("sinks", "q_a.", "q_a_norm.", "q_b.", "kv.", "kv_norm.", "output_groups.", "output."),
+        *("compressor.position_bias", "compressor.kv_gate.", "compressor.norm.", "indexer."),
+    ),
+    "delta": ("conv", "dt_bias", "A_log", "qkvz.", "ba.", "norm.", "output."),
+    "kda": ("conv", "dt_bias", "A_log", "qkv.", "f_a.", "f_b.", "b.", "g_a.", "g_b.", "norm.", "output."),
+    "mamba": ("conv", "conv_bias", "dt_bias", "A_log", "skip", "input.", "norm.", "output."),
+    "short_conv": ("conv", "conv_bias", "input.", "output."),
+    "mlp": ("scale", "gate_up.", "up.", "down."),
+    "moe": (
+        *("correction", "expert_table", "gate_up", "up", "down", "gate_up_bias", "down_bias", "router_scale"),
+        *("expert_scale", "router.", "into.", "outof.", "shared_experts.factor", "shared_experts.gate_up"),
+        *("shared_experts.down", "shared.gate_up.", "shared.up.", "shared.down.", "shared_gate.", "expert_norm."),
+        *("expert_post_norm.", "shared_post_norm."),
+    ),
+    "ngram": (
+        *("multipliers", "sizes", "offsets", "conv", "table.", "key.", "value.", "key_norm.", "query_norm."),
+        "conv_norm.",
+    ),
+    "altup": ("output_scale", "prediction.", "correction.", "router.", "router_norm."),
+    "laurel": ("left.", "right.", "norm."),
+    "attention_hyper": ("fn", "base", "scale", "down", "up", "inject", "norm."),
+    "mlp_hyper": ("fn", "base", "scale", "down", "up", "inject", "norm."),
+    "per_layer": ("gate.", "projection.", "norm."),
+}
 _EXPERTS = (".moe.gate_up", ".moe.down")
 _EMBEDDING = "embedding.weight"
 _NORM = "norm.weight"
 _HEAD = "lm_head.weight"
-# What makes and joins residual streams and the inputs of layers.
-_BEFORE_LAYERS = ("per_layer.", "altup.projections.")
-_BEHIND_LAYERS = ("altup.unembed_projections.", "hyper_head.")
+# What makes and joins residual streams and the inputs of layers, on the first stage and on the last.
+_FIRST_STREAMS = ("per_layer.", "altup.projections.")
+_LAST_STREAMS = ("altup.unembed_projections.", "hyper_head.")
+_EMBEDDING_NORM = "embedding_norm.weight"
 _ROUTER = ".moe.router.weight"
 # Megatron aligns parameters and buckets in its buffers to as many values.
 _PARAM_ALIGNMENT = 64
@@ -177,7 +223,7 @@ def _list_stage_bytes(
         chunks[-1] += [RankParam(f"head.{i}", n, n, 1, held.trained, 4) for i, n in enumerate(held.scalar_head)]
     count = layout.world // layout.pipeline
     if held.trained and flags.distributed_optimizer:
-        return tuple(_sum_buffers(chunks, spec, layout, held, count))
+        return tuple(_sum_buffers(chunks, spec, layout, held, count, _find_experts(spec, flags.adapted)))
     params = [param for chunk in chunks for param in chunk]
     trained = [param for param in params if param.trained]
     optimizer = sum(optimizer_state_bytes(p, moments=held.moments, optimizer=held.optimizer) for p in trained)
@@ -218,24 +264,62 @@ def list_stage_params(
     for number, layers in enumerate(_split_layers(spec.num_layers, layout.pipeline, flags)[stage]):
         first = stage == 0 and number == 0
         last = stage == layout.pipeline - 1 and number == flags.virtual - 1
-        found = [_EMBEDDING, *(name for name in params if name.startswith(_BEFORE_LAYERS))] if first else []
-        found += [name for i in layers for name in sorted(names.get(i, ()), key=_order)]
+        found = [_EMBEDDING] if first else []
+        for i in layers:
+            place = partial(_find_place, choose_modules(spec, flags.adapted), spec.layers[i])
+            found += sorted(names.get(i, ()), key=place)
         if last:
             head = _EMBEDDING if spec.tie_embeddings else _HEAD
             found += [_NORM] if spec.has_final_norm else []
             found += [] if spec.tie_embeddings and first else [head]
-            found += [name for name in params if name.startswith(_BEHIND_LAYERS)]
         if first:
+            found += [_EMBEDDING_NORM] if spec.embedding_norm else []
             found += [name for name in params if is_vision_param(name)]
+        streams = (*(_FIRST_STREAMS if first else ()), *(_LAST_STREAMS if last else ()))
+        found += sorted((name for name in params if name.startswith(streams)), key=_order_streams) if streams else []
         out.append([params[name] for name in found])
     return out
 
 
-def _order(name: str) -> tuple[int, bool]:
-    """Return the place of a parameter in Megatron's layer; biases follow their weights."""
+def _find_place(modules: ModuleChoice, layer: LayerSpec, name: str) -> tuple[int, int, bool]:
+    """Return the place of a parameter in Megatron's layer: that of its part, and in it; biases follow their weights."""
     suffix = name.split(".", 2)[2]
-    place = next((i for i, prefix in enumerate(_LAYER_ORDER) if suffix.startswith(prefix)), len(_LAYER_ORDER))
-    return place, name.endswith("bias")
+    module, _, inner = suffix.partition(".")
+    part = "mixer" if module in MIXER_NAMES else "ffn" if module in FFN_NAMES else module
+    place = _PART_ORDER.index(part)
+    if part == "mlp_norm" and isinstance(layer.ffn, MoeSpec) and layer.ffn.beside_mlp:
+        place = _PART_ORDER.index("ffn")  # in the decoder's experts, behind these
+        return place, len(_DECODER_ORDER["moe"]), False
+    is_own = module in _DECODER_ORDER and (part not in ("mixer", "ffn") or modules.has_param(name))
+    within = _find_prefix(_DECODER_ORDER[module], inner) if is_own else _find_prefix(_LAYER_ORDER, suffix, loose=True)
+    return place, within, name.endswith("bias")
+
+
+def _find_prefix(order: Sequence[str], name: str, *, loose: bool = False) -> int:
+    """Return which entry is the name, or the module that it is in; if ``loose`` any prefix; else behind all."""
+    found = (
+        i for i, entry in enumerate(order) if name == entry or (name.startswith(entry) and (loose or "." in entry))
+    )
+    return next(found, len(order))
+
+
+def _order_streams(name: str) -> tuple[int, int]:
+    """Return the place of a parameter among those that make and join residual streams."""
+    module, _, inner = name.partition(".")
+    order = _DECODER_ORDER["attention_hyper"] if module == "hyper_head" else ()
+    return ("per_layer", "altup", "hyper_head").index(module), _find_prefix(order, inner)
+
+
+@lru_cache(maxsize=16)
+def _find_experts(spec: DecoderSpec, adapted: frozenset[AdaptedPart]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the parameters of experts, and those of them of which Megatron has a tensor for each expert."""
+    modules = choose_modules(spec, adapted)
+    stacked = frozenset(
+        name for name, shard in compute_tp_shards(spec).items() if shard.stacked and modules.has_param(name)
+    )
+    names = (f"layers.{i}{suffix}" for i in spec.moe_layers for suffix in _EXPERTS)
+    each = frozenset(name for name in names if not modules.has_param(name))
+    return stacked | each, each
 
 
 def _split_layers(layers: int, stages: int, flags: MegatronMemoryFlags) -> list[list[range]]:
@@ -263,7 +347,7 @@ def _split_layers(layers: int, stages: int, flags: MegatronMemoryFlags) -> list[
 def _shard_megatron(param: RankParam, spec: DecoderSpec, layout: ParallelDims, flags: MegatronMemoryFlags) -> RankParam:
     """Return a parameter as Megatron shards it, given its tensor-parallel part in the decoder's sharding."""
     count = param.count
-    if param.name.endswith(_EXPERTS):
+    if param.name in _find_experts(spec, flags.adapted)[0]:
         count //= layout.expert
     elif choose_modules(spec, flags.adapted).has_param(param.name):
         pass  # sharded as in the decoder
@@ -304,9 +388,15 @@ class _Buffer:
 
 
 def _sum_buffers(
-    chunks: Sequence[Sequence[RankParam]], spec: DecoderSpec, layout: ParallelDims, held: HeldModel, ranks: int
+    chunks: Sequence[Sequence[RankParam]],
+    spec: DecoderSpec,
+    layout: ParallelDims,
+    held: HeldModel,
+    ranks: int,
+    experts: tuple[frozenset[str], frozenset[str]],
 ) -> Iterator[RankBytes]:
     """Sum what each rank of a stage holds, whose parameters, gradients and states are in buffers."""
+    every, each = experts
     size = BYTES[held.dtype]
     own = layout.expert_tensor or layout.tensor
     dense_ranks = ranks // layout.tensor
@@ -315,36 +405,40 @@ def _sum_buffers(
     states_of: dict[bool, list[list[int]]] = {False: [], True: []}
     for chunk in chunks:
         for is_expert, width in ((False, None), (False, 4), (True, None)):
-            params = [p for p in chunk if p.trained and p.name.endswith(_EXPERTS) is is_expert and p.size == width]
+            params = [p for p in chunk if p.trained and (p.name in every) is is_expert and p.size == width]
             if not params:
                 continue
             shared = expert_ranks if is_expert else dense_ranks
-            buffer = _build_buffer(_list_entries(params, spec, layout), shared)
+            buffer = _build_buffer(_list_entries(params, spec, layout, each), shared)
             weights += buffer.size * (width or size)
             gradients += 4 * buffer.size
             state = _MOMENT_BYTES + (_MASTER_BYTES if (width or size) < 4 else 0)
             states_of[is_expert].append([state * count for count in buffer.owned])
     weights += _sum_bytes((p for chunk in chunks for p in chunk if not p.trained), held)
-    copies = (p for chunk in chunks for p in chunk if p.trained and p.name.endswith(_EXPERTS))
+    copies = (p for chunk in chunks for p in chunk if p.trained and p.name in each)
     weights += _sum_bytes(copies, held)
     for rank in range(ranks):
         dense = sum(states[rank // layout.tensor] for states in states_of[False])
-        experts = sum(states[rank // (own * layout.expert)] for states in states_of[True])
-        yield RankBytes(weights, gradients, dense + experts)
+        of_experts = sum(states[rank // (own * layout.expert)] for states in states_of[True])
+        yield RankBytes(weights, gradients, dense + of_experts)
 
 
-def _list_entries(params: Sequence[RankParam], spec: DecoderSpec, layout: ParallelDims) -> list[_BufferEntry]:
-    """List the tensors of modules in Megatron's order: each expert has its own, up and down after each other."""
+def _list_entries(
+    params: Sequence[RankParam], spec: DecoderSpec, layout: ParallelDims, by_expert: frozenset[str]
+) -> list[_BufferEntry]:
+    """List the tensors of modules in Megatron's order: an expert of Megatron's has its own, up and down after each
+    other.
+    """
     moe = spec.moe
     out: list[_BufferEntry] = []
     for place, param in enumerate(params):
-        if not param.name.endswith(_EXPERTS):
+        if param.name not in by_expert:
             alone = param.name == _EMBEDDING and spec.tie_embeddings and layout.pipeline > 1
             out.append(_BufferEntry(param.count, alone))
         elif param.name.endswith(_EXPERTS[0]):
             assert isinstance(moe, MoeSpec)
-            each = moe.num_experts // layout.expert
-            out += [_BufferEntry(param.count // each), _BufferEntry(params[place + 1].count // each)] * each
+            count = moe.num_experts // layout.expert
+            out += [_BufferEntry(param.count // count), _BufferEntry(params[place + 1].count // count)] * count
     return out
 
 

@@ -19,7 +19,10 @@ from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
+from miles.backends.megatron.decoder_modules import TensorParallelRegion, rank_spec
 from miles.backends.megatron.packed_batch import PackedParams
+from miles.backends.megatron.param_mapping import build_param_mappings
+from miles.backends.megatron.sharded_state import build_sharded_tensors
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
 from miles.models.activation_checkpointing import checkpoint_full
 from miles.models.layers.altup import AltUp, AltUpStreams, Laurel
@@ -27,6 +30,7 @@ from miles.models.layers.gated_residual import GatedResidual, GatedResidualHead
 from miles.models.layers.hyper_connections import HyperConnection, HyperHead, mean_streams
 from miles.models.layers.ngram_embedding import NgramEmbedding
 from miles.models.layers.per_layer_input import PerLayerEmbedding, PerLayerInput
+from miles.models.parallel.tp_decoder import split_table
 from miles.models.residual_spec import GatedResidualSpec, HyperConnectionSpec
 from miles.models.spec import AttentionSpec, DecoderSpec
 
@@ -168,9 +172,13 @@ class HyperStep(nn.Module):
     def __init__(self, config: DecoderTransformerConfig, index: int) -> None:
         super().__init__()
         spec, factory = config.decoder_spec, _factory(config)
-        hyper, ngram = spec.hyper, spec.layers[index].ngram
+        hyper, ngram = spec.hyper, rank_spec(config).layers[index].ngram
         assert hyper is not None
+        self.spec, self.index = spec, index
+        self.region = TensorParallelRegion(config)
         self.ngram = None if ngram is None else NgramEmbedding(ngram, spec, index, **factory)
+        if self.ngram is not None and self.region.group.world > 1:
+            split_table(self.ngram, self.region.group.rank, self.region.all_reduce)
         self.attention_hyper, self.mlp_hyper = (
             GatedResidual(hyper, spec, **factory)
             if isinstance(hyper, GatedResidualSpec)
@@ -181,13 +189,26 @@ class HyperStep(nn.Module):
     def forward(self, layer: Any, x_sSD: Tensor, inputs_s1X: Tensor | None, packed: PackedParams) -> Tensor:
         """Return the streams behind Megatron's ``layer``."""
         if self.ngram is not None:
-            x_sSD = x_sSD + self.ngram(x_sSD, packed.tokens_s, packed.attn_backend)
+            ngram = self.ngram
+            x_sSD = x_sSD + self.region.run_on_all_slots(
+                lambda x_tSD: ngram(x_tSD, packed.tokens_t, packed.attn_backend), x_sSD
+            )
         read_sD, mixing = self.attention_hyper(x_sSD)
         out_sD = _attend(layer, layer.input_layernorm(read_sD), packed)
         x_sSD = self.attention_hyper.join(out_sD, x_sSD, mixing)
         read_sD, mixing = self.mlp_hyper(x_sSD)
         out_sD = _feed_forward(layer, layer.pre_mlp_layernorm(read_sD))
         return self.mlp_hyper.join(out_sD, x_sSD, mixing)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None, **_: Any
+    ) -> dict[str, Any]:
+        """Return the state for Megatron's checkpoints: the decoder's tensors, of which tables are sharded."""
+        assert not sharded_offsets, "keys of these layers have their number"
+        home = f"layers.{self.index}."
+        mappings = build_param_mappings(self.spec, transformer_engine=False)
+        own = {full.removeprefix(home): mapping for full, mapping in mappings.items() if full.startswith(home)}
+        return dict(build_sharded_tensors(self, prefix, own))
 
 
 def _attend(layer: Any, y_sD: Tensor, packed: PackedParams) -> Tensor:

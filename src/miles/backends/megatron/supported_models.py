@@ -9,6 +9,7 @@ from miles.models.spec import (
     DecoderSpec,
     MlaSpec,
     MoeSpec,
+    RelativeAttentionSpec,
 )
 
 
@@ -16,11 +17,6 @@ def check_megatron_support(
     spec: DecoderSpec, layout: ParallelDims, adapted: frozenset[AdaptedPart] = frozenset()
 ) -> str | None:
     """Return why Megatron cannot train this model, or these ``adapted`` parts, in this layout (a sentence), or None."""
-    if spec.has_ngrams and layout.tensor > 1:
-        return (
-            f"the megatron backend does not split the n-gram embeddings of {spec.family} over tensor parallel ranks; "
-            "set --tensor-model-parallel-size to 1."
-        )
     problem = layout.find_model_problem(spec, slices_layer_inputs=True)
     if problem is not None:
         return problem
@@ -70,8 +66,9 @@ def _indivisible(spec: DecoderSpec, layout: ParallelDims, adapted: frozenset[Ada
         (layer.ffn.size, own if isinstance(layer.ffn, MoeSpec) else layout.tensor) for layer in spec.layers if layer.ffn
     ]
     for i, layer in enumerate(spec.layers):
-        if i in modules.mixers and isinstance(layer.mixer, AttentionSpec) and layer.mixer.num_kv_heads % layout.tensor:
-            heads = f"layer {i} has {layer.mixer.num_kv_heads} key-value heads"
+        mixer = layer.mixer if i in modules.mixers else None
+        if isinstance(mixer, AttentionSpec | RelativeAttentionSpec) and mixer.num_kv_heads % layout.tensor:
+            heads = f"layer {i} has {mixer.num_kv_heads} key-value heads"
             return f"{heads}, which cannot be divided evenly among {layout.tensor} tensor-parallel ranks"
         if i in modules.ffns and isinstance(layer.ffn, MoeSpec) and own != layout.tensor:
             return f"the experts of layer {i} are sharded like its other layers, not by --expert-tensor-parallel-size"

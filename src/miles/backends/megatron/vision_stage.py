@@ -15,9 +15,7 @@ from torch import Tensor
 
 from miles.backends.megatron.packed_batch import PackedParams
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
-from miles.core.errors import UsageError
 from miles.models.activation_checkpointing import checkpoint_full
-from miles.models.spec import DecoderSpec
 from miles.models.vision.tower import VisionTower
 
 
@@ -63,6 +61,8 @@ class _PassGrads(torch.autograd.Function):
 
 def add_deepstack(x_t1D: Tensor, packed: PackedParams, layer: int) -> Tensor:
     """Add the features of ``layer`` to the hidden states behind it, if it has any."""
+    if layer in packed.sent_deepstack_sD:
+        return x_t1D + packed.sent_deepstack_sD[layer].unsqueeze(1)
     if packed.vision is None or layer >= len(packed.deepstack):
         return x_t1D
     token_I, x_tD = packed.vision.token_I, x_t1D.squeeze(1)
@@ -70,12 +70,11 @@ def add_deepstack(x_t1D: Tensor, packed: PackedParams, layer: int) -> Tensor:
     return x_tD.index_copy(0, token_I, x_tD.index_select(0, token_I) + rows_ID).unsqueeze(1)
 
 
-def check_first_stage(spec: DecoderSpec, layers: int) -> None:
-    """Raise an error if the first stage has fewer ``layers`` than read features of the tower."""
-    count = 0 if spec.vision is None else len(spec.vision.tower.deepstack_layers)
-    if layers < count:
-        raise UsageError(
-            f"the first {count} layers of {spec.family} add features of the vision tower, which are not sent to other "
-            f"pipeline stages, but the first stage has {layers}; use --megatron-num-layers-in-first-pipeline-stage or "
-            "another --pipeline-model-parallel-size."
-        )
+def spread_deepstack(packed: PackedParams, layer: int, like_s1D: Tensor) -> Tensor:
+    """Return what ``layer`` adds to each slot, [s, D]: zeros for tokens without features."""
+    if layer in packed.sent_deepstack_sD:
+        return packed.sent_deepstack_sD[layer]
+    zeros_sD = torch.zeros_like(like_s1D.squeeze(1))
+    if packed.vision is None or layer >= len(packed.deepstack):
+        return zeros_sD
+    return zeros_sD.index_copy(0, packed.vision.token_I, packed.deepstack[layer].to(zeros_sD.dtype))

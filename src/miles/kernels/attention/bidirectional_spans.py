@@ -109,6 +109,14 @@ class BidirectionalSpansBackend:
         """Free what a layer's indexer selected."""
         self._causal.drop_selection(layer)
 
+    def list_selection(self, layer: int, top: int, pool: int) -> Tensor:
+        """Return what a layer's indexer selected."""
+        return self._causal.list_selection(layer, top, pool)
+
+    def set_selection(self, layer: int, listed_Tt: Tensor, top: int, pool: int) -> None:
+        """Let a layer that another rank has run have selected this."""
+        self._causal.set_selection(layer, listed_Tt, top, pool)
+
     def _get_view(self, window: int | None) -> _SpanView:
         if window not in self._views:
             segments = [s if window is None else trim_to_window(s, window) for s in self._spans]

@@ -42,6 +42,7 @@ from miles.kernels.attention.varlen import (
     FreshRecurrentState,
     can_fuse,
     group_by_length,
+    list_positions,
     pad_channels,
     pad_head_dim,
     run_varlen_kernel,
@@ -319,6 +320,18 @@ class TreeAttentionBackend:
     def drop_selection(self, layer: int) -> None:
         """Free what the indexer of a layer selected, once its backward is done."""
         self._selections.pop(layer, None)
+
+    def list_selection(self, layer: int, top: int, pool: int) -> Tensor:
+        """Return the positions that the indexer of a layer selected, [T, top + pool - 1]; -1 where all are visible."""
+        lengths = [segment.length for segment in self._segments]
+        return list_positions(self._selections[layer], lengths, top + pool - 1, self._device)
+
+    def set_selection(self, layer: int, listed_Tt: Tensor, top: int, pool: int) -> None:
+        """Let a layer that another rank has run have selected what ``list_selection`` returned there."""
+        rows = listed_Tt.split([segment.length for segment in self._segments])
+        self._selections[layer] = [
+            rows_St if segment.keys > top else None for rows_St, segment in zip(rows, self._segments, strict=True)
+        ]
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         q_THd, _, v_MGe, params, _, index = inputs

@@ -247,6 +247,19 @@ class VarlenAttentionBackend:
         """Free what the indexer of a layer selected, once its backward is done."""
         self._selections.pop(layer, None)
 
+    def list_selection(self, layer: int, top: int, pool: int) -> Tensor:
+        """Return the positions that the indexer of a layer selected, [T, top + pool - 1]; -1 where all are visible."""
+        selection = self._selections[layer]
+        selected = {} if selection is None else selection.selected
+        parts = [selected.get(i) for i in range(len(self._lengths))]
+        return list_positions(parts, self._lengths, top + pool - 1, self._packed.device)
+
+    def set_selection(self, layer: int, listed_Tt: Tensor, top: int, pool: int) -> None:
+        """Let a layer that another rank has run have selected what ``list_selection`` returned there."""
+        rows = enumerate(listed_Tt.split(self._lengths))
+        selected = {i: rows_St for i, rows_St in rows if self._lengths[i] > top}
+        self._selections[layer] = _TokenSelection(top, selected) if selected else None
+
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         q_THd, _, v_TGe, params, _, index = inputs
         assert len(q_THd) == self._total, f"got {len(q_THd)} tokens for sequences of {self._total} in all"
@@ -376,6 +389,15 @@ class VarlenAttentionBackend:
             return own_SGt
         visible_S = torch.arange(1, len(own_SGt) + 1, device=own_SGt.device)
         return self._replay.choose(layer, start, own_SGt, visible_S, unit=index.unit, limit=index.max_selected)
+
+
+def list_positions(parts: Sequence[Tensor | None], lengths: Sequence[int], count: int, device: torch.device) -> Tensor:
+    """Concatenate ``count`` positions of each token of sequences, in int32; -1 for a sequence without."""
+    rows = [
+        torch.full((length, count), -1, dtype=torch.int32, device=device) if part is None else part.to(torch.int32)
+        for part, length in zip(parts, lengths, strict=True)
+    ]
+    return torch.cat(rows)
 
 
 def pad_channels(x: Tensor, width: int) -> Tensor:

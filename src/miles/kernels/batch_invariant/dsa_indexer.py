@@ -97,6 +97,23 @@ def replay_tokens(
     return Selection(torch.where(own_T11, units_TXU, used_TXU), size)
 
 
+def list_units(selection: Selection | None, queries: int, count: int, device: torch.device) -> Tensor:
+    """Return the units that each query selects, ascending, [T, t] in int32; -1 behind them, and if all are visible."""
+    if selection is None:
+        return torch.full((queries, count), -1, dtype=torch.int32, device=device)
+    units_TU = selection.units_TXU.squeeze(1)
+    behind_Tt = torch.arange(count, device=device) >= units_TU.sum(-1, keepdim=True)
+    return list_selected(units_TU, count).masked_fill(behind_Tt, -1).to(torch.int32)
+
+
+def read_units(listed_Tt: Tensor, units: int, size: int) -> Selection:
+    """Return the selection of which ``list_units`` made a list, of so many ``units`` of ``size`` tokens."""
+    place_Tt = torch.where(listed_Tt < 0, units, listed_Tt).long()
+    units_TU = torch.zeros(len(listed_Tt), units + 1, dtype=torch.bool, device=listed_Tt.device)
+    units_TU = units_TU.scatter_(1, place_Tt, True)[:, :units]
+    return Selection((units_TU | (listed_Tt[:, :1] < 0)).unsqueeze(1), size)
+
+
 def _count_visible(spans: AttentionSpans, device: torch.device) -> Tensor:
     """The number of tokens that each query sees."""
     before_N = spans.keys_N - spans.count_N - spans.first_N

@@ -26,9 +26,16 @@ from miles.kernels.batch_invariant.attention_metadata import (
     build_packed_spans,
 )
 from miles.kernels.batch_invariant.compressed_attention import CompressedLayers
-from miles.kernels.batch_invariant.dsa_indexer import SparseIndexer, replay_tokens, select_tokens
+from miles.kernels.batch_invariant.dsa_indexer import (
+    SparseIndexer,
+    list_units,
+    read_units,
+    replay_tokens,
+    select_tokens,
+)
 from miles.kernels.batch_invariant.relative_attention import relative_span_attention
 from miles.kernels.runtime.kv_cache import Ints
+from miles.kernels.runtime.triton_compat import use_triton
 
 
 class _SpanBackend:
@@ -37,9 +44,13 @@ class _SpanBackend:
     latent = False
 
     def __init__(
-        self, spans: AttentionSpans, gather: RowGather | None, selections: IndexerSelections | None = None
+        self,
+        spans: AttentionSpans,
+        gather: RowGather | None,
+        device: torch.device | str,
+        selections: IndexerSelections | None = None,
     ) -> None:
-        self._replay = selections
+        self._replay, self._device = selections, torch.device(device)
         self._batch = self._causal = SpanBatch(spans)
         if spans.ends_T is not None:
             self._causal = SpanBatch(replace(spans, ends_T=None))
@@ -50,6 +61,16 @@ class _SpanBackend:
     def drop_selection(self, layer: int) -> None:
         """Free what the indexer of a layer selected, once its backward is done."""
         self._selections.pop(layer, None)
+
+    def list_selection(self, layer: int, top: int, pool: int) -> Tensor:
+        """Return the tokens or pools that the indexer of a layer selected, [T, top + pool - 1], and -1 behind them."""
+        return list_units(self._selections[layer], self._causal.spans.queries, top + pool - 1, self._device)
+
+    def set_selection(self, layer: int, listed_Tt: Tensor, top: int, pool: int) -> None:
+        """Let a layer that another rank has run have selected what ``list_selection`` returned there."""
+        longest = int(self._causal.spans.keys_N.max(initial=0))
+        is_sparse = top < longest or use_triton(listed_Tt)
+        self._selections[layer] = read_units(listed_Tt, -(-longest // pool), pool) if is_sparse else None
 
     def __call__(self, layer: int, inputs: AttentionInputs) -> Tensor:
         q_THd, k_MGd, v_MGe, params, sinks_H, index = inputs
@@ -115,7 +136,7 @@ class BatchInvariantVarlenBackend(_SpanBackend):
         selections: IndexerSelections | None = None,
     ) -> None:
         self._lengths = [int(n) for n in lengths]
-        super().__init__(build_packed_spans(self._lengths, visible_ends_T), None, selections)
+        super().__init__(build_packed_spans(self._lengths, visible_ends_T), None, device, selections)
 
     def recurrent_state(self, layer: int) -> FreshRecurrentState:
         """The state of a recurrent layer: every sequence starts here."""
@@ -147,4 +168,4 @@ class BatchInvariantTreeBackend(_SpanBackend):
         rows = int(count_N.sum()) if keys is None else keys
         first_N, start_N = count_N.cumsum() - count_N, keys_N.cumsum() - keys_N
         spans = AttentionSpans(first_N, count_N, start_N, keys_N, ends_T=visible_ends_T)
-        super().__init__(spans, RowGather(row_K, rows, device), selections)
+        super().__init__(spans, RowGather(row_K, rows, device), device, selections)

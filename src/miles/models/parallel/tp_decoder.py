@@ -18,6 +18,7 @@ from miles.kernels.numerics import FAST, Numerics
 from miles.models.decoder import Decoder, DecoderLayer
 from miles.models.layers.attention import Attention
 from miles.models.layers.linear import Embedding
+from miles.models.layers.ngram_embedding import NgramEmbedding
 from miles.models.layers.norm import RMSNorm
 from miles.models.parallel.tp_sharding import shard_spec
 from miles.models.spec import DecoderSpec, MlpSpec
@@ -43,11 +44,13 @@ class TpCollectives:
 
     ``reduce_from_tp`` sums the partial outputs of the embedding, a mixer or a feed-forward part over the ranks,
     ``all_reduce`` sums inside a mixer; ``copy_to_tp``, needed in training, precedes every mixer and feed-forward part.
+    Under sequence parallelism ``select_own`` returns this rank's tokens of all.
     """
 
     reduce_from_tp: Collective
     all_reduce: Collective
     copy_to_tp: Collective | None = None
+    select_own: Collective | None = None
 
 
 class VocabParallelEmbedding(Embedding):
@@ -99,6 +102,15 @@ class ParallelRMSNorm(RMSNorm):
         return (fp32 * scale * self.scale()).to(x.dtype)
 
 
+def split_table(ngram: NgramEmbedding, rank: int, reduce_from_tp: Collective) -> None:
+    """Let the table of n-grams, built with the rows of one rank, look up those of all."""
+    table = ngram.table
+    rows, width, weight = table.num_embeddings, table.embedding_dim, table.weight
+    ngram.table = VocabParallelEmbedding(
+        rows, width, rank * rows, reduce_from_tp, device=weight.device, dtype=weight.dtype
+    )
+
+
 def build_tp_decoder(
     spec: DecoderSpec,
     group: TpGroup,
@@ -126,11 +138,11 @@ def build_tp_decoder(
     for number, layer in enumerate(decoder.layers):
         assert isinstance(layer, DecoderLayer)
         layer.copy_to_tp, layer.reduce_from_tp = collectives.copy_to_tp, collectives.reduce_from_tp
+        layer.select_own = collectives.select_own
         if layer.ngram is not None:
-            rows, width = layer.ngram.table.num_embeddings, layer.ngram.table.embedding_dim
-            layer.ngram.table = VocabParallelEmbedding(
-                rows, width, group.rank * rows, collectives.reduce_from_tp, device=device, dtype=dtype
-            )
+            # Under sequence parallelism every rank has the embeddings of all tokens, and uses those of its own.
+            is_split = collectives.select_own is not None
+            split_table(layer.ngram, group.rank, collectives.all_reduce if is_split else collectives.reduce_from_tp)
         for module in layer.children():
             if isinstance(module, Attention) and module.spec.qk_norm == "all":
                 assert module.q_norm is not None and module.k_norm is not None
