@@ -28,7 +28,7 @@ from miles.kernels.batch_invariant import sampling as batch_invariant_sampling
 from miles.kernels.batch_invariant.paged_attention import BatchInvariantTritonBackend
 from miles.kernels.fused.lm_head import compute_logits
 from miles.kernels.runtime.graph_inputs import GraphInputs, unpack_graph_inputs
-from miles.kernels.runtime.kv_cache import PagedKVCache
+from miles.kernels.runtime.kv_cache import PagedKVCache, RecurrentStatePool
 from miles.kernels.sampling.sample import sample_tokens
 from miles.models.decoder import Decoder, DecoderLayer
 from miles.models.draft.base import Draft
@@ -252,7 +252,14 @@ class StepInputs:
         zeros = np.zeros(batch_size, np.int64)
         self.plans.fill(zeros, zeros - 1, zeros)
 
-    def unpack(self, count: int, last_tokens_S: Tensor, *, has_prefixes: bool) -> tuple[GraphInputs, StepMetadata]:
+    def unpack(
+        self,
+        count: int,
+        last_tokens_S: Tensor,
+        *,
+        has_prefixes: bool,
+        states: RecurrentStatePool | None = None,
+    ) -> tuple[GraphInputs, StepMetadata]:
         """Return the first ``count`` rows and the metadata of their attention; part of what a graph captures."""
         columns = self.columns
         inputs = unpack_graph_inputs(
@@ -265,6 +272,11 @@ class StepInputs:
             pages_N=columns["table_pages"],
             block_table_RM=self._block_table_RM,
         )
+        starts_n = columns["starts"][:count]
+        step_states = None
+        if states is not None:
+            rows_n = inputs.req_slots_n.masked_fill(inputs.req_slots_n == self._padding_slot, states.rows - 1)
+            step_states = states.select_rows(rows_n, starts_n == 0)
         step = StepMetadata(
             slots_T=inputs.slots_n,
             block_table_BM=self._block_table_RM,
@@ -274,7 +286,8 @@ class StepInputs:
             has_prefixes=has_prefixes,
             prefill_tiles=None,
             page_size=self._page_size,
-            starts_B=columns["starts"][:count],
+            starts_B=starts_n,
+            states=step_states,
         )
         return inputs, step
 
@@ -298,6 +311,7 @@ def capture_graph(
 class CudaGraphRunner:
     """The CUDA graphs of one engine. ``last_tokens_S``, which has one padding slot, is shared with eager steps.
 
+    ``states`` are those of recurrent layers, the last row that of padding rows.
     ``supported`` is False if this process computes only part of a step (tensor parallelism): then nothing is captured.
     ``warmed_up`` holds the keys that ran eagerly once; it outlives the graphs. ``features_RF`` is what a draft
     head reads of the last replay.
@@ -315,8 +329,10 @@ class CudaGraphRunner:
         warmed_up: set[GraphKey],
         draft: Draft | None = None,
         lora: LoraRunner | None = None,
+        states: RecurrentStatePool | None = None,
     ) -> None:
         self.cache = cache
+        self._states = states
         self.supported = all(
             layer.reduce_from_tp is None for layer in decoder.layers if isinstance(layer, DecoderLayer)
         )
@@ -342,8 +358,11 @@ class CudaGraphRunner:
         return bool(self._graphs)
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Return whether a step can run as a graph: decode-only, and computed by this rank alone."""
-        return batch.decode_only and self.supported
+        """Return whether a step can run as a graph: decode-only, and computed by this rank alone.
+
+        Drafted tokens of a model with recurrent layers are scanned one behind the other, as many as there are.
+        """
+        return batch.decode_only and self.supported and batch.draft_states is None
 
     def replay(self, batch: ForwardBatch) -> GraphReplay:
         """Launch a step, capturing its graph on first use; nothing waits for the device."""
@@ -394,7 +413,7 @@ class CudaGraphRunner:
     def _forward(self, key: GraphKey) -> None:
         """The computation of one graph: unpack inputs, decode, sample, store outputs."""
         n, columns = key.batch_size, self._inputs.columns
-        inputs, step = self._inputs.unpack(n, self._last_tokens_S, has_prefixes=key.has_prefixes)
+        inputs, step = self._inputs.unpack(n, self._last_tokens_S, has_prefixes=key.has_prefixes, states=self._states)
         routing = Routing(record=True) if self._record_experts else None
         decoder, outputs = self._decoder, self._outputs
         invariant = decoder.numerics.batch_invariant

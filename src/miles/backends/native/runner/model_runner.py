@@ -210,6 +210,7 @@ class ModelRunner:
         self.on_weights_moved: Callable[[], None] = lambda: None
         self._cache: PagedKVCache | None = None
         self._kept_cache: PagedKVCache | None = None
+        self._kept_states: RecurrentStatePool | None = None
         self._states: RecurrentStatePool | None = None
         self._param_locations = _locate_params(self.decoder)
         if draft is not None:
@@ -249,7 +250,7 @@ class ModelRunner:
         """Allocate the KV cache and recurrent states, at the same addresses as before if CUDA graphs need that."""
         if self._vmm is not None and self._kept_cache is not None:
             self._vmm.restore()
-            self._cache = self._kept_cache
+            self._cache, self._states = self._kept_cache, self._kept_states
             return
         layouts = [cache_layout(layer.mixer, self.numerics) for layer in self.spec.layers]
         self._cache = PagedKVCache(
@@ -261,20 +262,38 @@ class ModelRunner:
             kv_dtype=self.numerics.kv_cache_dtype,
             zeros=None if self._vmm is None else self._vmm.zeros,
         )
+        self._states = self._build_states()
         if self._gpu is not None and self._use_cuda_graphs:
-            self._kept_cache = self._cache
+            self._kept_cache, self._kept_states = self._cache, self._states
             self._build_graphs()
-        states = {
+
+    def _build_states(self) -> RecurrentStatePool | None:
+        """Allocate the recurrent states; None for a model without. The last is that of padding rows of CUDA graphs."""
+        shapes = {
             key: _state_shapes(layout, self.dtype) for key, layout in list_states(self.spec, self.numerics).items()
         }
-        self._states = RecurrentStatePool(states, slots=self._num_states, device=self.device) if states else None
+        if not shapes:
+            return None
+        return RecurrentStatePool(
+            shapes,
+            slots=self._num_states + (self._gpu is not None),
+            device=self.device,
+            zeros=None if self._vmm is None else self._vmm.zeros,
+        )
 
     def _build_graphs(self) -> None:
         """Create the CUDA graphs over a new cache."""
         assert self._gpu is not None and self._cache is not None
         if isinstance(self.decoder, Decoder):
             self._graphs = self._gpu.build_graph_runner(
-                self.decoder, self._cache, self.last_tokens_S, self._num_pages, self.no_expert, self.draft, self.lora
+                self.decoder,
+                self._cache,
+                self.last_tokens_S,
+                self._num_pages,
+                self.no_expert,
+                self.draft,
+                self.lora,
+                self._states,
             )
 
     def free(self) -> None:
@@ -283,7 +302,7 @@ class ModelRunner:
             self.images.cache.clear()
         self._cache = self._states = None
         if self._vmm is None:
-            self._graphs = self._kept_cache = None
+            self._graphs = self._kept_cache = self._kept_states = None
         else:
             self._vmm.release()
 
@@ -469,13 +488,13 @@ class ModelRunner:
         self, batch: ForwardBatch, positions_T: Ints, selections: IndexerSelections | None = None
     ) -> AttentionBackend:
         assert self._cache is not None
-        if self._gpu is not None:
-            return self._gpu.build_attention(batch, positions_T, self._cache)
         states: StepStates | None = None
         if self._states is not None:
             each = batch.draft_states
             drafts = None if each is None else (each.reads_B, each.writes_B, each.depths_B)
             states = self._states.select(batch.req_slots_B, batch.starts_B, batch.counts_B, drafts)
+        if self._gpu is not None:
+            return self._gpu.build_attention(batch, positions_T, self._cache, states)
         if self.numerics.batch_invariant:
             return BatchInvariantPagedBackend(
                 self._cache,
