@@ -1,4 +1,4 @@
-"""Decode of models with recurrent layers on a GPU: CUDA graphs against eager steps, for several batch sizes.
+"""Decode of models with recurrent layers or sparse attention on a GPU: CUDA graphs against eager steps.
 
     PYTHONPATH=src python benchmarks/bench_hybrid_decode_gpu.py [--models NAME=LAYERS ...] [--batch-sizes 1 32 128]
 
@@ -22,14 +22,21 @@ from miles.backends.native.engine.engine import NativeEngine
 from miles.cluster.executor import ThreadExecutor
 from miles.core.protocols import SamplingParams
 from miles.core.types import Version
-from miles.kernels.numerics import configure_cublas, numerics_from_parity
+from miles.kernels.numerics import Numerics, configure_cublas, numerics_from_parity
 from miles.models.accounting.known_models import find_known_config
 from miles.models.decoder import Decoder
 from miles.models.families.registry import spec_from_config
 from miles.models.spec import DecoderSpec
 from miles.sync.manifest import build_manifest
 
-MODELS = ("Qwen3-Next-80B-A3B=8", "Qwen3.5-9B=12", "Nemotron-3-Nano-30B-A3B=14", "Kimi-Linear-48B-A3B-Instruct=8")
+MODELS = (
+    "Qwen3-Next-80B-A3B=8",
+    "Qwen3.5-9B=12",
+    "Nemotron-3-Nano-30B-A3B=14",
+    "Kimi-Linear-48B-A3B-Instruct=8",
+    "DeepSeek-V3.2=4",
+    "MiniMax-M3=4",
+)
 PROMPT, OPENING = 64, 4
 
 
@@ -43,18 +50,23 @@ def build_spec(name: str) -> DecoderSpec:
 
 
 def build_engine(
-    spec: DecoderSpec, weights: dict[str, torch.Tensor], graphs: bool, parity: str, rows: int
+    spec: DecoderSpec,
+    weights: dict[str, torch.Tensor],
+    graphs: bool,
+    numerics: Numerics,
+    rows: int,
+    run: ThreadExecutor,
 ) -> NativeEngine:
     engine = NativeEngine(
         spec,
-        device=torch.device("cuda"),
+        device=next(iter(weights.values())).device,
         dtype=torch.bfloat16,
         config=NativeConfig(
             engine_max_running=rows, engine_kv_tokens=rows * 1024, engine_cuda_graph=graphs, engine_state_cache_mib=0
         ),
-        run=ThreadExecutor("engine"),
+        run=run,
         decode=None,
-        numerics=numerics_from_parity("exact" if parity == "exact" else "fast"),
+        numerics=numerics,
     )
     engine.begin(build_manifest(Version(), weights))
     for name, tensor in weights.items():
@@ -96,6 +108,7 @@ def main() -> None:
     )
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 32, 128])
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--parity", default="fast", choices=("fast", "exact"))
     args = parser.parse_args()
     numerics = numerics_from_parity(args.parity)
@@ -104,15 +117,17 @@ def main() -> None:
     print("|---|--:|--:|--:|--:|--:|--:|--:|")
     for name in args.models:
         spec = build_spec(name)
-        decoder = Decoder(spec, device="cuda", dtype=torch.bfloat16, numerics=numerics)
+        decoder = Decoder(spec, device=args.device, dtype=torch.bfloat16, numerics=numerics)
         for parameter in decoder.parameters():
             parameter.data.normal_(std=0.02)
         weights = {key: parameter.detach() for key, parameter in decoder.named_parameters()}
         found = []
         for graphs in (False, True):
-            engine = build_engine(spec, weights, graphs, args.parity, max(args.batch_sizes))
+            run = ThreadExecutor("engine")
+            engine = build_engine(spec, weights, graphs, numerics, max(args.batch_sizes), run)
             found.append(asyncio.run(run_engine(engine, args.batch_sizes, args.tokens)))
-            del engine
+            run.close()
+            del engine, run
             torch.cuda.empty_cache()
         for rows in args.batch_sizes:
             eager, graph = (times[rows] for times in found)

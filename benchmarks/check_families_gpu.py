@@ -6,7 +6,7 @@ Each of the small models of ``tests/models/small_families`` runs in a process of
 
 - trainer: log-probs and gradients in float32 against the CPU's;
 - engine: sampled tokens and log-probs in float32 against the CPU's, with chunked prefill and small pages, and once more
-  from the prefix cache; ``graph`` says whether decode steps ran as CUDA graphs;
+  from the prefix cache; ``graph`` says whether decode steps ran as CUDA graphs, here and with exact parity;
 - exact: batch-invariant numerics in bfloat16, the largest difference between engine and trainer, which must be zero,
   and whether an engine without CUDA graphs writes the same bits;
 - bfloat16: the median difference between engine and trainer with the fast kernels.
@@ -153,6 +153,7 @@ class FamilyCheck:
         error = max(error for _, error in errors)
         cached = sum(answer.cached_tokens for answer in answers[1])
         self.row.cells |= {"tokens": f"{same}/{total}", "log-prob": f"{error:.0e}", "cached": str(cached)}
+        self.row.cells["graph"] = "yes" if uses_graphs(engine) else "no"
         self.row.require(
             same >= MIN_SAME_TOKENS * total, f"engine: {total - same} of {total} tokens behind a difference"
         )
@@ -165,7 +166,7 @@ class FamilyCheck:
         eager = engine_of(decoder_of(self.spec, torch.bfloat16, self.device), cuda_graph=False, **KNOBS)
         same = all(map(have_same_bits, answers, ask(eager, self._requests)))
         self.row.cells |= {
-            "graph": "yes" if uses_graphs(engine) else "no",
+            "graph": f"{self.row.cells.get('graph', '?')}/{'yes' if uses_graphs(engine) else 'no'}",
             "exact": f"{float(error.max()):.0e}",
             "eager bits": "same" if same else "differ",
         }

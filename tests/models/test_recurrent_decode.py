@@ -14,6 +14,7 @@ pytestmark = needs_triton
 
 KINDS = [
     "hybrid qwen3 next",
+    "hybrid qwen3 next with biases, gates not normalised",
     "hybrid qwen3.5",
     "hybrid kimi linear query latent, in groups",
     "hybrid glm 5.3 flash",

@@ -116,7 +116,9 @@ def delta_step(
     """
     states = state.tensors[1]
     assert states.is_contiguous() and states.dtype == torch.float32
-    assert qkv_BC.is_contiguous() and decay_BX.stride(1) == beta_BH.stride(1) == gate_BX.stride(1) == 1
+    assert qkv_BC.is_contiguous()
+    # A projection with one value head for a key head interleaves the columns.
+    decay_BX, beta_BH, gate_BX = (x if x.stride(1) == 1 else x.contiguous() for x in (decay_BX, beta_BH, gate_BX))
     rows, fresh = len(qkv_BC), state.is_fresh_B
     keys, values = triton.next_power_of_2(layer.key_dim), triton.next_power_of_2(layer.value_dim)
     out_BX = torch.empty(rows, layer.value_heads * layer.value_dim, dtype=qkv_BC.dtype, device=qkv_BC.device)

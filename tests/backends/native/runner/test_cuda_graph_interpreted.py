@@ -380,6 +380,28 @@ def test_recurrent_states_are_updated_in_place_found_again_and_outlive_sleep(rec
         np.testing.assert_allclose(tiny.logprobs(one), tiny.logprobs(other), atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "kind", ["deepseek v3.2", "minimax-m3", "deepseek v4", "inkling", "hybrid qwen4", "hybrid glm 5.3 flash"]
+)
+def test_decode_steps_with_torch_attention_are_replayed_for_padded_contexts(recording, kind, monkeypatch):
+    """What indexers select, windows, compressed keys and position biases, over contexts of several sizes."""
+    monkeypatch.setattr(model_runner, "supports_gpu_kernels", lambda spec, model, device: False)
+    tiny, options = Tiny(1), {"page_size": 4, "max_running": 4, "prefill_chunk": 13, "kv_tokens": 400}
+    model = decoder_of(spec_of_kind(kind), torch.float32, numerics=FAST)
+    prompts = [np.arange(length, dtype=np.int32) * 7 % model.spec.vocab_size for length in (1, 6, 44)]
+    requests = [(p, replace(LONG, seed=i, max_new_tokens=12 - 3 * i)) for i, p in enumerate(prompts)]
+    expected = tiny.generate_all(tiny.engine(model, **options), requests)
+    assert not recording
+    monkeypatch.setattr(model_runner, "supports_torch_decode_graphs", lambda model, device, numerics: True)
+    monkeypatch.setattr(module, "_MIN_CONTEXT", 8)
+    engine = tiny.engine(model, **options)
+    found = tiny.generate_all(engine, requests) + tiny.generate_all(engine, requests[:2])
+    assert {key.context for key in recording} >= {8, 16, 48} and {key.has_prefixes for key in recording} == {False}
+    for one, other in zip(found, [*expected, *expected[:2]], strict=True):
+        assert tiny.tokens(one) == tiny.tokens(other)
+        np.testing.assert_allclose(tiny.logprobs(one), tiny.logprobs(other), atol=1e-4)
+
+
 def sent(engine, model, transport, number):
     """Publish a model's weights; the tensors that were to travel."""
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -45,7 +45,10 @@ _PREFIX_QUERIES, _WIDE_PREFIX_QUERIES = 64, 16
 
 
 class GpuRunner:
-    """The Triton kernels of one engine. The KV cache has one page, and ``last_tokens_S`` one slot, of padding."""
+    """The Triton kernels of one engine. The KV cache has one page, and ``last_tokens_S`` one slot, of padding.
+
+    Without ``has_attention_kernels`` it samples and captures decode steps, and attention is that of torch.
+    """
 
     def __init__(
         self,
@@ -58,9 +61,11 @@ class GpuRunner:
         device: torch.device,
         dtype: torch.dtype,
         numerics: Numerics,
+        has_attention_kernels: bool = True,
     ) -> None:
+        self.has_attention_kernels = has_attention_kernels
         plans = BatchInvariantSplitKVPlans if numerics.batch_invariant else SplitKVPlans
-        shapes = _decode_shapes(spec, dtype, numerics)
+        shapes = _decode_shapes(spec, dtype, numerics) if has_attention_kernels else {}
         self._plans = plans(shapes, max_rows=num_slots, device=device, sms=count_sms(device))
         self._num_slots = num_slots
         self._max_pages = max_pages
@@ -93,6 +98,7 @@ class GpuRunner:
             draft=draft,
             lora=lora,
             states=states,
+            torch_attention=not self.has_attention_kernels,
         )
 
     def build_step_inputs(self, last_tokens_S: Tensor, padding_page: int) -> StepInputs:
@@ -179,6 +185,11 @@ def supports_gpu_kernels(spec: DecoderSpec, model: CausalLM, device: torch.devic
         for mixer in mixers
     )
     return device.type == "cuda" and HAVE_TRITON and dense
+
+
+def supports_torch_decode_graphs(model: CausalLM, device: torch.device, numerics: Numerics) -> bool:
+    """Return whether decode steps with torch attention can be captured: our own decoder, not batch-invariant."""
+    return isinstance(model, Decoder) and device.type == "cuda" and HAVE_TRITON and not numerics.batch_invariant
 
 
 def _decode_shapes(spec: DecoderSpec, dtype: torch.dtype, numerics: Numerics) -> Mapping[DecodeShape, int]:

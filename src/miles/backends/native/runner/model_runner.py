@@ -24,7 +24,7 @@ from miles.backends.native.engine.forward_batch import (
 from miles.backends.native.engine.lora import LoraShape
 from miles.backends.native.engine.request import Ints
 from miles.backends.native.runner.cuda_graph import CudaGraphRunner
-from miles.backends.native.runner.gpu_runner import GpuRunner, supports_gpu_kernels
+from miles.backends.native.runner.gpu_runner import GpuRunner, supports_gpu_kernels, supports_torch_decode_graphs
 from miles.backends.native.runner.lora import LoraRunner
 from miles.backends.native.runner.sampler import (
     apply_logit_edits,
@@ -202,7 +202,7 @@ class ModelRunner:
         self._page_size = page_size
         self._num_slots = num_slots
         self._num_states = num_slots + num_draft_states + num_cached_states
-        self._gpu = self._build_gpu_runner() if supports_gpu_kernels(spec, self.decoder, device) else None
+        self._gpu = self._build_gpu_runner()
         self.lora = None if lora is None else self._build_lora(lora)
         # CUDA graphs stay valid across sleep if the cache returns to the same virtual addresses.
         self._vmm = create_vmm_allocator(device) if self._gpu is not None and use_cuda_graphs else None
@@ -217,7 +217,13 @@ class ModelRunner:
             self._add_draft(draft)
         self.allocate()
 
-    def _build_gpu_runner(self) -> GpuRunner:
+    def _build_gpu_runner(self) -> GpuRunner | None:
+        """Return the Triton kernels; None where neither they nor CUDA graphs of torch attention serve the model."""
+        has_kernels = supports_gpu_kernels(self.spec, self.decoder, self.device)
+        can_capture = supports_torch_decode_graphs(self.decoder, self.device, self.numerics)
+        # A captured step records no selections of indexers.
+        if not has_kernels and not (can_capture and self._use_cuda_graphs and self._indexers is None):
+            return None
         return GpuRunner(
             self.spec,
             num_slots=self._num_slots,
@@ -227,6 +233,7 @@ class ModelRunner:
             device=self.device,
             dtype=self.dtype,
             numerics=self.numerics,
+            has_attention_kernels=has_kernels,
         )
 
     def _add_draft(self, draft: Draft) -> None:
@@ -493,7 +500,7 @@ class ModelRunner:
             each = batch.draft_states
             drafts = None if each is None else (each.reads_B, each.writes_B, each.depths_B)
             states = self._states.select(batch.req_slots_B, batch.starts_B, batch.counts_B, drafts)
-        if self._gpu is not None:
+        if self._gpu is not None and self._gpu.has_attention_kernels:
             return self._gpu.build_attention(batch, positions_T, self._cache, states)
         if self.numerics.batch_invariant:
             return BatchInvariantPagedBackend(
