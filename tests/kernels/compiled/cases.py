@@ -46,6 +46,7 @@ from miles.kernels.fused import (
     rms_norm_autograd,
     vision_rope,
 )
+from miles.kernels.linear_attention import decode_step
 from miles.kernels.lora import experts as lora_experts
 from miles.kernels.lora import grouped as lora_grouped
 from miles.kernels.moe import fused_moe, moe_gemv, topk_router
@@ -65,7 +66,7 @@ from miles.kernels.quantized import (
 )
 from miles.kernels.runtime import checksum
 from miles.kernels.runtime.graph_inputs import unpack_graph_inputs
-from miles.kernels.runtime.kv_cache import KVScales
+from miles.kernels.runtime.kv_cache import DecodeState, KVScales
 from miles.kernels.sampling import sample
 from miles.precision.formats import FORMATS
 from miles.precision.quantized_tensor import QuantizedActivation, QuantizedTensor
@@ -243,6 +244,57 @@ def _batch_invariant_scan(rule: str) -> None:
     beta = None if rule == "mamba-2" else _empty(64, heads, dtype=F32)
     inputs = recurrent_scan.ScanInputs(q, q, v, decay, beta)
     recurrent_scan.launch_scan(inputs, [63, 1], _empty(2, heads, keys, values, dtype=F32))
+
+
+def _decode_state(channels: int, kernel: int, *state: int) -> DecodeState:
+    """Inputs of a convolution and the state of a head, in rows of a pool, for 8 sequences."""
+    rows = _ints(8, dtype=torch.int64)
+    tensors = (_empty(64, channels, kernel - 1), _empty(64, *state, dtype=F32))
+    return DecodeState(tensors, rows, rows, _empty(8, dtype=torch.bool))
+
+
+@case("", "gated")
+def _conv_step(gated: str) -> None:
+    """Qwen3-Next's convolution, and that of LFM2."""
+    channels, kernel = (2048, 3) if gated else (8192, 4)
+    state = _decode_state(channels, kernel, 1)
+    x_BC, weight_CK = _empty(8, channels), _empty(channels, kernel)
+    gates = (x_BC, x_BC) if gated else None
+    decode_step.conv_step(x_BC, weight_CK, None, state.tensors[0], state, silu=not gated, gates=gates)
+
+
+@case("gated delta", "kimi delta")
+def _delta_step(rule: str) -> None:
+    """Qwen3-Next's heads, and those of Kimi-Linear."""
+    has_channels = rule == "kimi delta"
+    key_heads, heads, size = (32, 32, 128) if has_channels else (16, 32, 128)
+    decays = heads * size if has_channels else heads
+    layer = decode_step.DeltaStep(
+        key_heads=key_heads,
+        value_heads=heads,
+        key_dim=size,
+        value_dim=size,
+        log_rate_H=_empty(heads),
+        dt_bias=_empty(decays),
+        weight_v=_empty(size),
+        eps=1e-6,
+        silu_gate=not has_channels,
+    )
+    qkv_BC = _empty(8, (2 * key_heads + heads) * size)
+    state = _decode_state(len(qkv_BC[0]), 4, heads, size, size)
+    decode_step.delta_step(qkv_BC, _empty(8, decays), _empty(8, heads), _empty(8, heads * size), layer, state)
+
+
+@case()
+def _ssd_step() -> None:
+    """Nemotron-3-Nano's Mamba-2 heads and norm."""
+    heads, channels, groups, size = 64, 64, 8, 128
+    inner = heads * channels
+    xbc_BC = _empty(8, inner + 2 * groups * size)
+    state = _decode_state(len(xbc_BC[0]), 4, heads, channels, size)
+    rates = [_empty(heads) for _ in range(3)]
+    y_BI = decode_step.ssd_step(xbc_BC, _empty(8, heads), *rates, state, groups=groups, step_limit=(0.0, 1e30))
+    decode_step.gated_group_norm(y_BI, _empty(8, inner), _empty(inner), 1e-5, groups)
 
 
 @case(1152)

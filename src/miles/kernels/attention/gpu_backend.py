@@ -21,7 +21,7 @@ from miles.kernels.attention.params import AttentionInputs, AttentionParams, Pag
 from miles.kernels.attention.split_kv import SplitKVPlan
 from miles.kernels.fused.qk_norm_rope import QKNormRopeParams, qk_norm_rope_write_kv
 from miles.kernels.numerics import FAST, Numerics
-from miles.kernels.runtime.kv_cache import Ints, LayerKVCache, PagedKVCache, PooledRecurrentState
+from miles.kernels.runtime.kv_cache import Ints, LayerKVCache, PagedKVCache, PooledRecurrentState, StepStates
 
 # Partial results allocated beyond two per row: enough to split a single row over all SMs of a GPU.
 _SPARE_ITEMS = 512
@@ -92,7 +92,8 @@ class StepMetadata:
     ``slots_T`` are the KV-cache slots of the new tokens, ``req_slots_B`` the rows of the block table; the first
     ``num_decodes`` sequences have one new token each, ``prefill_tiles`` cover the tokens of the others. ``starts_B``
     tokens are before those of each of the former; None if their rope positions are these numbers. Tokens of prefill
-    tiles attend to positions before ``visible_ends_T``; None: up to their own.
+    tiles attend to positions before ``visible_ends_T``; None: up to their own. ``states`` are the recurrent states of a
+    model that has recurrent layers.
     """
 
     slots_T: Tensor
@@ -105,6 +106,7 @@ class StepMetadata:
     page_size: int
     starts_B: Tensor | None = None
     visible_ends_T: Tensor | None = None
+    states: StepStates | None = None
 
 
 class TritonAttentionBackend:
@@ -118,7 +120,9 @@ class TritonAttentionBackend:
         self._step = step
 
     def recurrent_state(self, layer: int) -> PooledRecurrentState:
-        raise AssertionError(f"layer {layer} is recurrent, which the GPU attention backend does not support")
+        """Return the state of a recurrent layer, and where to store the new one."""
+        assert self._step.states is not None, "the model has recurrent layers, but no recurrent states were given"
+        return self._step.states.recurrent_state(layer)
 
     def forward_qkv(
         self,

@@ -213,6 +213,85 @@ class AttentionMetadata:
         )
 
 
+class DecodeMetadata(AttentionMetadata):
+    """A step of one new token per sequence whose shapes do not depend on the sequences, so that a CUDA graph may
+    capture it: one block of every row, padded to ``context`` tokens, and everything computed on the device.
+
+    ``starts_B`` and ``block_table_BM`` are tensors; every sequence has less than ``context`` tokens, a multiple of the
+    page size. What a row has nothing to write to goes to ``padding_slot``, which no sequence has.
+    """
+
+    def __init__(
+        self,
+        starts_B: Tensor,
+        slots_T: Tensor,
+        block_table_BM: Tensor,
+        *,
+        context: int,
+        page_size: int,
+        dtype: torch.dtype,
+        padding_slot: int,
+    ) -> None:
+        assert context % page_size == 0 and context <= block_table_BM.shape[1] * page_size
+        self._row_starts_B = starts_B.long()
+        self._row_pages_BM = block_table_BM
+        self._padding_slot = padding_slot
+        self._factory = _BlockFactory(page_size, slots_T.device, dtype)
+        self._visible_ends_T = None
+        self._blocks = {}
+        self._windows = {}
+        self.page_size = page_size
+        self.slots_T = slots_T
+        self.longest = context
+
+    @cached_property
+    def full_blocks(self) -> AttentionBlocks:
+        """One block for full attention; no prefixes are shared."""
+        return self.get_blocks()
+
+    def get_windows(self, rate: int, reach: int) -> tuple[Tensor, Tensor]:
+        """The window of each new token: where the token does not complete it, its last slot is the padding slot."""
+        if (rate, reach) not in self._windows:
+            starts_B = self._row_starts_B
+            numbers_B = starts_B // rate
+            offsets_L = torch.arange(rate - reach, rate, device=starts_B.device)
+            positions_BL = (numbers_B[:, None] * rate + offsets_L).clamp_(min=0)
+            pages_BL = self._select_pages(positions_BL // self.page_size)
+            slots_BL = pages_BL * self.page_size + positions_BL % self.page_size
+            is_open_B = (starts_B + 1) % rate != 0
+            slots_BL[:, -1].masked_fill_(is_open_B, self._padding_slot)
+            self._windows[rate, reach] = slots_BL, numbers_B
+        return self._windows[rate, reach]
+
+    def _build_blocks(self, visible_range: _VisibleRange) -> AttentionBlocks:
+        size, starts_B = self.page_size, self._row_starts_B
+        limits = [limit for limit in (visible_range.window, visible_range.chunk) if limit is not None]
+        # As many tokens, from anywhere in a page on.
+        context = min(self.longest, *((limit // size + 2) * size for limit in limits)) if limits else self.longest
+        lowest_B = torch.zeros_like(starts_B)
+        if visible_range.window is not None:
+            lowest_B = (starts_B + 1 - visible_range.window).clamp_(min=0)
+        if visible_range.chunk is not None:
+            lowest_B = torch.maximum(lowest_B, starts_B // visible_range.chunk * visible_range.chunk)
+        first_page_B = lowest_B // size
+        columns_C = torch.arange(context // size, device=starts_B.device)
+        visible_B = starts_B + 1 - first_page_B * size
+        lowest_B11 = (lowest_B - first_page_B * size)[:, None, None] if limits else None
+        block = AttentionBlock(
+            rows=len(starts_B),
+            width=1,
+            first=0,
+            context=context,
+            pages=self._select_pages(first_page_B[:, None] + columns_C).flatten(),
+            mask=self._factory.mask(visible_B[:, None, None], context, lowest_B11),
+        )
+        return AttentionBlocks((block,), None, (), None, ())
+
+    def _select_pages(self, columns_BC: Tensor) -> Tensor:
+        """The pages in these columns of the block table; beyond its last one, that."""
+        return self._row_pages_BM.gather(1, columns_BC.clamp(max=self._row_pages_BM.shape[1] - 1)).long()
+
+
 def build_attention_metadata(
     starts_B: Ints,
     counts_B: Ints,

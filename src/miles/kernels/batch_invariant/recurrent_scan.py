@@ -23,6 +23,7 @@ from miles.kernels.batch_invariant.elementwise import accumulation_dtype, map_el
 from miles.kernels.linear_attention import gated_delta_rule as chunked_delta
 from miles.kernels.linear_attention import kimi_delta_rule as chunked_kimi
 from miles.kernels.linear_attention import mamba2_ssd as chunked_ssd
+from miles.kernels.linear_attention.chunked_scan import is_decode_step
 from miles.kernels.runtime.triton_compat import device_guard, jit, tl, triton, use_triton
 
 # Channels of a value that one Triton program computes.
@@ -330,8 +331,11 @@ def _sum_channels(x_NHkv: Tensor) -> Tensor:
 def launch_scan(inputs: ScanInputs, lengths: Sequence[int], state_BHkv: Tensor) -> tuple[Tensor, Tensor]:
     """``scan_tokens`` by one kernel, which is the same for a token and for a whole sequence."""
     heads, keys, values = state_BHkv.shape[1:]
-    span_B2 = _build_spans(tuple(lengths), state_BHkv.device)
     q_THk, k_THk, v_THv, decay_THx = (_align(x) for x in inputs[:4])
+    if is_decode_step(lengths, len(v_THv)):
+        span_B2 = _build_decode_spans(len(lengths), state_BHkv.device)
+    else:
+        span_B2 = _build_spans(tuple(lengths), state_BHkv.device)
     beta_TH = decay_THx if inputs.beta_TH is None else _align(inputs.beta_TH)
     before_BHkv = _align(state_BHkv)
     after_BHkv, out_THv = torch.empty_like(before_BHkv), torch.empty_like(v_THv)
@@ -365,6 +369,11 @@ def _build_spans(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     end_B = np.cumsum(length_B)
     with torch.inference_mode(False), torch.no_grad():
         return torch.from_numpy(np.stack((end_B - length_B, end_B), 1)).to(device)
+
+
+def _build_decode_spans(count: int, device: torch.device) -> Tensor:
+    """The spans of sequences of one token each, built on the device: a CUDA graph may capture it."""
+    return torch.div(torch.arange(1, 2 * count + 1, device=device), 2, rounding_mode="floor").view(count, 2)
 
 
 def _align(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -202,14 +202,27 @@ class PagedKVCache:
 class StateRows(NamedTuple):
     """Where the sequences of a level read their states and write them: rows of the pool.
 
-    ``tokens_T`` are the rows of their tokens in the step. Those of ``fresh`` read zeros.
+    ``tokens_T`` are the rows of their tokens in the step. Sequences where ``is_fresh_B`` start here and read zeros;
+    None: none does.
     """
 
     tokens_T: Tensor
     lengths: Sequence[int]
     reads_B: Tensor
     writes_B: Tensor
-    fresh: Tensor | None
+    is_fresh_B: Tensor | None
+
+
+class DecodeState(NamedTuple):
+    """The state of one layer for sequences of one new token each: the pool's tensors, and the rows to read and write.
+
+    A kernel may update the tensors in place: no sequence reads a row that another one writes.
+    """
+
+    tensors: tuple[Tensor, ...]
+    reads_B: Tensor
+    writes_B: Tensor
+    is_fresh_B: Tensor | None
 
 
 @dataclass(slots=True)
@@ -233,10 +246,18 @@ class PooledRecurrentState:
         """The states before this step; zeros for a sequence that starts here."""
         rows = self._levels[0]
         state = tuple(tensor.index_select(0, rows.reads_B) for tensor in self._tensors)
-        if rows.fresh is not None:
+        if rows.is_fresh_B is not None:
             for each in state:
-                each.index_fill_(0, rows.fresh, 0)
+                each.masked_fill_(rows.is_fresh_B.view(-1, *[1] * (each.dim() - 1)), 0)
         return state
+
+    @property
+    def decode(self) -> DecodeState | None:
+        """The rows of the pool, if every sequence of the step has one new token and continues no other one."""
+        rows = self._levels[0]
+        if len(self._levels) > 1 or len(rows.tokens_T) != len(rows.lengths):
+            return None
+        return DecodeState(self._tensors, rows.reads_B, rows.writes_B, rows.is_fresh_B)
 
     @property
     def levels(self) -> Sequence[tuple[Tensor, PooledRecurrentState]]:
@@ -254,7 +275,8 @@ class PooledRecurrentState:
 class RecurrentStatePool:
     """States of recurrent layers: per layer, tensors with a row for every request slot.
 
-    Behind them may be rows for the states after drafted tokens, which last until the next step.
+    Behind them may be rows for the states after drafted tokens, which last until the next step, and for those of
+    prefixes. ``zeros`` allocates such a tensor.
     """
 
     def __init__(
@@ -263,16 +285,20 @@ class RecurrentStatePool:
         *,
         slots: int,
         device: torch.device,
+        zeros: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
     ) -> None:
+        def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return _zeros(shape, device, dtype) if zeros is None else zeros(shape, dtype)
+
         self.layers = {
-            layer: tuple(_zeros((slots, *shape), device, dtype) for shape, dtype in each)
-            for layer, each in shapes.items()
+            layer: tuple(allocate((slots, *shape), dtype) for shape, dtype in each) for layer, each in shapes.items()
         }
+        self.rows = slots
         self._device = device
 
     def copy(self, sources: Ints, targets: Ints) -> None:
         """Copy the states of request slots to others, all at once: a target may be another copy's source."""
-        source, target = (torch.from_numpy(slots).to(self._device) for slots in (sources, targets))
+        source, target = self._send(np.stack((sources, targets)))
         for tensor in (tensor for layer in self.layers.values() for tensor in layer):
             tensor.index_copy_(0, target, tensor.index_select(0, source))
 
@@ -289,12 +315,22 @@ class RecurrentStatePool:
         levels: list[StateRows] = []
         for depth in range(int(depths_B.max(initial=0)) + 1):
             rows = np.flatnonzero(depths_B == depth)
-            fresh = np.flatnonzero(starts_B[rows] == 0)
+            is_fresh_B = starts_B[rows] == 0
             tokens_T = np.flatnonzero(depths_B[owner_T] == depth)
-            tensors = [torch.from_numpy(each).to(self._device) for each in (tokens_T, reads_B[rows], writes_B[rows])]
-            fresh_rows = torch.from_numpy(fresh).to(self._device) if len(fresh) else None
-            levels.append(StateRows(tensors[0], counts_B[rows].tolist(), tensors[1], tensors[2], fresh_rows))
+            tensors = [self._send(each) for each in (tokens_T, reads_B[rows], writes_B[rows])]
+            fresh = self._send(is_fresh_B) if is_fresh_B.any() else None
+            levels.append(StateRows(tensors[0], counts_B[rows].tolist(), tensors[1], tensors[2], fresh))
         return StepStates(self.layers, levels)
+
+    def select_rows(self, rows_B: Tensor, is_fresh_B: Tensor) -> StepStates:
+        """States of sequences of one new token each, in these rows of the pool; nothing is copied to the device."""
+        rows = StateRows(rows_B, [1] * len(rows_B), rows_B, rows_B, is_fresh_B)
+        return StepStates(self.layers, [rows])
+
+    def _send(self, array: NDArray[Any]) -> Tensor:
+        """Copy an array to the device without waiting for it."""
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

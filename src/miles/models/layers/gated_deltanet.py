@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from miles.kernels.batch_invariant import recurrent_scan as invariant_scan
 from miles.kernels.linear_attention.causal_conv1d import causal_conv1d
+from miles.kernels.linear_attention.decode_step import DeltaStep, conv_step, delta_step, supports_decode_step
 from miles.kernels.linear_attention.gated_delta_rule import gated_delta_rule
 from miles.kernels.linear_attention.state_passing import split_delta_rule
 from miles.kernels.numerics import Numerics
@@ -21,7 +22,7 @@ from miles.models.layers.attention_backend import AttentionBackend, SequenceShar
 from miles.models.layers.linear import Linear
 from miles.models.layers.norm import RMSNorm
 from miles.models.layers.recurrent_ops import normalize_heads, sigmoid, silu, softplus, wide_rms_norm
-from miles.models.layers.recurrent_scan import scan_tokens
+from miles.models.layers.recurrent_scan import find_decode_state, scan_tokens
 from miles.models.layers.rope import Positions
 from miles.models.spec import DecoderSpec, GatedDeltaNetSpec
 
@@ -56,7 +57,12 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x_TD: Tensor, positions: Positions, attn_backend: AttentionBackend) -> Tensor:
         qkv_TC, z_THv, b_TH, a_TH = self._project(x_TD)
-        out_THv = scan_tokens(attn_backend.recurrent_state(self.layer), self._scan, (qkv_TC, b_TH, a_TH))
+        recurrent = attn_backend.recurrent_state(self.layer)
+        state = find_decode_state(recurrent, self.numerics)
+        if state is not None and supports_decode_step(qkv_TC, self.spec.key_dim, self.spec.value_dim):
+            qkv_TC = conv_step(qkv_TC, self.conv.squeeze(1), None, state.tensors[0], state, silu=True)
+            return self.output(delta_step(qkv_TC, a_TH, b_TH, z_THv.flatten(1), self._decode_weights(), state))
+        out_THv = scan_tokens(recurrent, self._scan, (qkv_TC, b_TH, a_TH))
         return self.output(self._gate(out_THv, z_THv).flatten(1))
 
     def _scan(
@@ -89,6 +95,20 @@ class GatedDeltaNet(nn.Module):
         else:
             out_THv, state = gated_delta_rule(*tokens_T, lengths, state)
         return out_THv, None if inputs is None or state is None else (inputs, state)
+
+    def _decode_weights(self) -> DeltaStep:
+        spec = self.spec
+        return DeltaStep(
+            key_heads=spec.key_heads,
+            value_heads=spec.value_heads,
+            key_dim=spec.key_dim,
+            value_dim=spec.value_dim,
+            log_rate_H=self.A_log,
+            dt_bias=self.dt_bias,
+            weight_v=self.norm.weight,
+            eps=self.norm.eps,
+            silu_gate=spec.output_gate == "silu",
+        )
 
     def _project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return queries, keys and values side by side, gates, betas before the sigmoid, time steps before the

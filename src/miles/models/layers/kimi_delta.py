@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from miles.kernels.batch_invariant import recurrent_scan as invariant_scan
 from miles.kernels.linear_attention.causal_conv1d import causal_conv1d
+from miles.kernels.linear_attention.decode_step import DeltaStep, conv_step, delta_step, supports_decode_step
 from miles.kernels.linear_attention.kimi_delta_rule import kimi_delta_rule
 from miles.kernels.linear_attention.state_passing import split_delta_rule
 from miles.kernels.numerics import Numerics
@@ -20,7 +21,7 @@ from miles.models.layers.attention_backend import AttentionBackend, SequenceShar
 from miles.models.layers.linear import Linear
 from miles.models.layers.norm import RMSNorm
 from miles.models.layers.recurrent_ops import normalize_heads, sigmoid, silu, softplus, wide_rms_norm
-from miles.models.layers.recurrent_scan import scan_tokens
+from miles.models.layers.recurrent_scan import find_decode_state, scan_tokens
 from miles.models.layers.rope import Positions
 from miles.models.spec import DecoderSpec, KimiDeltaSpec
 
@@ -61,11 +62,20 @@ class KimiDeltaAttention(nn.Module):
         self.output = Linear(inner, width, **layer_factory)
 
     def forward(self, x_TD: Tensor, positions: Positions, attn_backend: AttentionBackend) -> Tensor:
-        log_decay_THd = self._log_decay(self.f_b(self.f_a(x_TD)))
-        inputs_T = (self.qkv(x_TD), log_decay_THd, sigmoid(self.b(x_TD), self.numerics))
-        out_THd = scan_tokens(attn_backend.recurrent_state(self.layer), self._scan, inputs_T)
-        gate_THd = self.g_b(self.g_a(x_TD)).view(out_THd.shape)
-        return self.output(self._gate(out_THd, gate_THd).flatten(1))
+        qkv_TC, decay_TX, beta_TH, gate_TX = (
+            self.qkv(x_TD),
+            self.f_b(self.f_a(x_TD)),
+            self.b(x_TD),
+            self.g_b(self.g_a(x_TD)),
+        )
+        recurrent = attn_backend.recurrent_state(self.layer)
+        state = find_decode_state(recurrent, self.numerics)
+        if state is not None and supports_decode_step(qkv_TC, self.spec.head_dim, self.spec.head_dim):
+            qkv_TC = conv_step(qkv_TC, self.conv.squeeze(1), None, state.tensors[0], state, silu=True)
+            return self.output(delta_step(qkv_TC, decay_TX, beta_TH, gate_TX, self._decode_weights(), state))
+        inputs_T = (qkv_TC, self._log_decay(decay_TX), sigmoid(beta_TH, self.numerics))
+        out_THd = scan_tokens(recurrent, self._scan, inputs_T)
+        return self.output(self._gate(out_THd, gate_TX.view(out_THd.shape)).flatten(1))
 
     def _scan(
         self,
@@ -91,6 +101,21 @@ class KimiDeltaAttention(nn.Module):
         else:
             out_THd, state = kimi_delta_rule(*tokens_T, lengths, state)
         return out_THd, None if inputs is None or state is None else (inputs, state)
+
+    def _decode_weights(self) -> DeltaStep:
+        spec = self.spec
+        return DeltaStep(
+            key_heads=spec.num_heads,
+            value_heads=spec.num_heads,
+            key_dim=spec.head_dim,
+            value_dim=spec.head_dim,
+            log_rate_H=self.A_log,
+            dt_bias=self.dt_bias,
+            weight_v=self.norm.weight,
+            eps=self.norm.eps,
+            silu_gate=False,
+            lower_bound=spec.lower_bound,
+        )
 
     def _log_decay(self, f_TX: Tensor) -> Tensor:
         """Compute the logarithm of each channel's decay, in float32 because it is exponentiated again."""

@@ -14,14 +14,16 @@ from torch import Tensor, nn
 
 from miles.kernels.batch_invariant import recurrent_scan as invariant_scan
 from miles.kernels.linear_attention.causal_conv1d import causal_conv1d
+from miles.kernels.linear_attention.decode_step import conv_step, gated_group_norm, ssd_step, supports_decode_step
 from miles.kernels.linear_attention.mamba2_ssd import mamba2_ssd
 from miles.kernels.linear_attention.state_passing import split_mamba2_ssd
 from miles.kernels.numerics import Numerics
+from miles.kernels.runtime.kv_cache import DecodeState
 from miles.models.layers.attention_backend import AttentionBackend, SequenceShard
 from miles.models.layers.linear import Linear
 from miles.models.layers.norm import RMSNorm
 from miles.models.layers.recurrent_ops import silu, softplus, wide_rms_norm
-from miles.models.layers.recurrent_scan import scan_tokens
+from miles.models.layers.recurrent_scan import find_decode_state, scan_tokens
 from miles.models.layers.rope import Positions
 from miles.models.spec import DecoderSpec, MambaSpec
 
@@ -59,8 +61,29 @@ class Mamba2(nn.Module):
     def forward(self, x_TD: Tensor, positions: Positions, attn_backend: AttentionBackend) -> Tensor:
         sizes = (self.sizes[0], sum(self.sizes), self.spec.num_heads)
         z_TI, xbc_TC, dt_TH = self.input(x_TD).split(sizes, dim=-1)
-        y_TI = scan_tokens(attn_backend.recurrent_state(self.layer), self._scan, (xbc_TC, dt_TH))
+        recurrent = attn_backend.recurrent_state(self.layer)
+        state = find_decode_state(recurrent, self.numerics)
+        group = self.sizes[0] // self.spec.groups
+        if state is not None and supports_decode_step(x_TD, self.spec.head_dim, self.spec.state_dim, group):
+            return self.output(self._decode(z_TI, xbc_TC, dt_TH, state))
+        y_TI = scan_tokens(recurrent, self._scan, (xbc_TC, dt_TH))
         return self.output(self._gate(y_TI, z_TI))
+
+    def _decode(self, z_TI: Tensor, xbc_TC: Tensor, dt_TH: Tensor, state: DecodeState) -> Tensor:
+        """One token of each sequence by the kernels of decode steps, gated and normalized."""
+        spec = self.spec
+        xbc_TC = conv_step(xbc_TC, self.conv.squeeze(1), self.conv_bias, state.tensors[0], state, silu=True)
+        y_TI = ssd_step(
+            xbc_TC,
+            dt_TH,
+            self.A_log,
+            self.dt_bias,
+            self.skip,
+            state,
+            groups=spec.groups,
+            step_limit=spec.step_limit,
+        )
+        return gated_group_norm(y_TI, z_TI, self.norm.weight, self.norm.eps, spec.groups)
 
     def _scan(
         self,

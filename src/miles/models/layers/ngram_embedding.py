@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from miles.kernels.batch_invariant.elementwise import accumulation_dtype, tree_sum
 from miles.kernels.linear_attention.causal_conv1d import build_row_indices, causal_conv1d
+from miles.kernels.linear_attention.chunked_scan import is_decode_step
 from miles.kernels.numerics import Numerics
 from miles.models.accounting.kv_cache import ngram_state_key
 from miles.models.layers.attention_backend import AttentionBackend, SequenceShard
@@ -145,6 +146,10 @@ def shift_tokens(
     before these, plus one: zero is none. They are floats, which hold the ids of every vocabulary exactly.
     """
     tokens_T = tokens_T.long()
+    if earlier_Bc is not None and is_decode_step(lengths, len(tokens_T)):
+        window_Bx = torch.cat((earlier_Bc.long(), (tokens_T + 1)[:, None]), 1)
+        before = [torch.where(ids_B == 0, end, ids_B - 1) for ids_B in window_Bx[:, :-1].flip(1).unbind(1)]
+        return _stop_at_end(tokens_T, before, end), window_Bx[:, 1:].to(earlier_Bc.dtype)
     index_T, head_X, tail_X = build_row_indices(tuple(lengths), count, tokens_T.device)
     rows_L = tokens_T.new_full((len(tokens_T) + len(lengths) * count,), end).index_copy_(0, index_T, tokens_T)
     last_Bc = None
@@ -152,9 +157,14 @@ def shift_tokens(
         known_Bc = earlier_Bc.long() - 1
         rows_L.index_copy_(0, head_X, torch.where(known_Bc < 0, end, known_Bc).flatten())
         last_Bc = (rows_L.index_select(0, tail_X) + 1).view(earlier_Bc.shape).to(earlier_Bc.dtype)
+    before = [rows_L.index_select(0, index_T - distance) for distance in range(1, count + 1)]
+    return _stop_at_end(tokens_T, before, end), last_Bc
+
+
+def _stop_at_end(tokens_T: Tensor, before: Sequence[Tensor], end: int) -> list[Tensor]:
+    """Return each token and those ``before`` it, nearest first, with ``end`` in place of all from the first one on."""
     shifted, is_behind_T = [tokens_T], torch.zeros_like(tokens_T, dtype=torch.bool)
-    for distance in range(1, count + 1):
-        before_T = rows_L.index_select(0, index_T - distance)
+    for before_T in before:
         is_behind_T = is_behind_T | (before_T == end)
         shifted.append(torch.where(is_behind_T, end, before_T))
-    return shifted, last_Bc
+    return shifted

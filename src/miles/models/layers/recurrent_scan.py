@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from miles.kernels.numerics import Numerics
+from miles.kernels.runtime.kv_cache import DecodeState, PooledRecurrentState
 from miles.models.layers.attention_backend import RecurrentState, SequenceShard, ShardedSequences
 
-__all__ = ["ScanFn", "scan_tokens"]
+__all__ = ["ScanFn", "find_decode_state", "scan_tokens"]
 
 ScanFn = Callable[
     [Sequence[Tensor], Sequence[int], tuple[Tensor, ...] | None, SequenceShard | None],
@@ -22,6 +24,16 @@ ScanFn = Callable[
 """Takes the inputs of some tokens, the lengths of their sequences and the state before each; returns the outputs of the
 tokens and the state after each sequence, None if it got none. With a shard they are parts of sequences, and the states
 before them come from other ranks."""
+
+
+def find_decode_state(recurrent: RecurrentState, numerics: Numerics) -> DecodeState | None:
+    """Return where an engine keeps the states of sequences of one new token each, if a kernel may update them in place.
+
+    Batch-invariant layers have one order of operations for a token and for a whole sequence, which ``scan_tokens`` has.
+    """
+    if numerics.batch_invariant or not isinstance(recurrent, PooledRecurrentState):
+        return None
+    return recurrent.decode
 
 
 def scan_tokens(recurrent: RecurrentState, scan: ScanFn, inputs_T: Sequence[Tensor]) -> Tensor:

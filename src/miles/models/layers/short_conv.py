@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from miles.kernels.linear_attention.causal_conv1d import causal_conv1d
+from miles.kernels.linear_attention.decode_step import conv_step, supports_decode_step
 from miles.kernels.numerics import Numerics
 from miles.models.layers.attention_backend import AttentionBackend, SequenceShard
 from miles.models.layers.linear import Linear
-from miles.models.layers.recurrent_scan import scan_tokens
+from miles.models.layers.recurrent_scan import find_decode_state, scan_tokens
 from miles.models.layers.rope import Positions
 from miles.models.spec import DecoderSpec, ShortConvSpec
 
@@ -45,7 +46,12 @@ class ShortConv(nn.Module):
 
     def forward(self, x_TD: Tensor, positions: Positions, attn_backend: AttentionBackend) -> Tensor:
         gate_in_TC, gate_out_TC, x_TC = self.input(x_TD).chunk(3, dim=-1)
-        y_TC = scan_tokens(attn_backend.recurrent_state(self.layer), self._scan, (gate_in_TC * x_TC,))
+        recurrent = attn_backend.recurrent_state(self.layer)
+        state = find_decode_state(recurrent, self.numerics)
+        if state is not None and supports_decode_step(x_TD, 1, 1):
+            gates, weight_CK = (gate_in_TC, gate_out_TC), self.conv.squeeze(1)
+            return self.output(conv_step(x_TC, weight_CK, self.conv_bias, state.tensors[0], state, gates=gates))
+        y_TC = scan_tokens(recurrent, self._scan, (gate_in_TC * x_TC,))
         return self.output(gate_out_TC * y_TC)
 
     def _scan(

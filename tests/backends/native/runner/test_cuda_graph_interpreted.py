@@ -30,6 +30,7 @@ from tests.kernels import interpreter  # noqa: F401
 from tests.kernels.device import CARD, needs_triton
 from tests.models.oracle import KINDS, hf_model, twin
 from tests.models.vision.small_vision import place
+from tests.parity.planes import decoder_of, spec_of_kind
 
 import miles
 from miles.backends.native.engine.lora import LoraShape
@@ -42,6 +43,7 @@ from miles.backends.native.runner.lora import list_served_modules
 from miles.cluster.executor import InlineExecutor
 from miles.core.protocols import SamplingParams
 from miles.core.types import Version
+from miles.kernels.linear_attention import decode_step
 from miles.kernels.lora import grouped
 from miles.kernels.moe import fused_moe
 from miles.kernels.numerics import FAST, numerics_from_parity
@@ -345,6 +347,59 @@ def test_recordings_outlive_sleep_where_the_cache_comes_back_to_its_place(record
         fresh = tiny.generate_all(tiny.engine(other, page_size=4), requests)
     for one, again in zip(fresh, tiny.generate_all(engine, requests), strict=True):
         assert tiny.tokens(one) == tiny.tokens(again)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parity"),
+    [("hybrid qwen3.5", "fast"), ("hybrid nemotron 3", "fast"), ("hybrid kimi linear", "exact"), ("lfm2", "fast")],
+)
+def test_recurrent_states_are_updated_in_place_found_again_and_outlive_sleep(recording, kind, parity, monkeypatch):
+    """A prompt of one token begins in a replayed step; later ones begin with the states of prefixes."""
+    lent, tiny = Lent(), Tiny(1)
+    monkeypatch.setattr(model_runner, "create_vmm_allocator", lambda device: lent)
+    monkeypatch.setattr(decode_step, "use_triton_inference", lambda x: torch.is_inference_mode_enabled())
+    model = decoder_of(spec_of_kind(kind), torch.float32, numerics=numerics_from_parity(parity))
+    prompts = [prompt % model.spec.vocab_size for prompt in tiny.prompts(2, low=9, high=12)]
+    requests = [(prompts[0], replace(LONG, max_new_tokens=3)), (prompts[1][:1], replace(LONG, seed=1))]
+    options = {"page_size": 4, "max_running": 4}
+
+    def generate(engine):
+        answers = tiny.generate_all(engine, requests[:1]) + tiny.generate_all(engine, requests)
+        asyncio.run(engine.sleep())
+        asyncio.run(engine.wake())
+        return [*answers, *tiny.generate_all(engine, requests)]
+
+    engine = tiny.engine(model, **options)
+    found = generate(engine)
+    assert recording and engine.stats()["state_hits"] > 0
+    with pytest.MonkeyPatch.context() as plain:
+        plain.setattr(model_runner, "supports_gpu_kernels", lambda spec, model, device: False)
+        expected = generate(tiny.engine(model, **options))
+    for one, other in zip(found, expected, strict=True):
+        assert tiny.tokens(one) == tiny.tokens(other)
+        np.testing.assert_allclose(tiny.logprobs(one), tiny.logprobs(other), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "kind", ["deepseek v3.2", "minimax-m3", "deepseek v4", "inkling", "hybrid qwen4", "hybrid glm 5.3 flash"]
+)
+def test_decode_steps_with_torch_attention_are_replayed_for_padded_contexts(recording, kind, monkeypatch):
+    """What indexers select, windows, compressed keys and position biases, over contexts of several sizes."""
+    monkeypatch.setattr(model_runner, "supports_gpu_kernels", lambda spec, model, device: False)
+    tiny, options = Tiny(1), {"page_size": 4, "max_running": 4, "prefill_chunk": 13, "kv_tokens": 400}
+    model = decoder_of(spec_of_kind(kind), torch.float32, numerics=FAST)
+    prompts = [np.arange(length, dtype=np.int32) * 7 % model.spec.vocab_size for length in (1, 6, 44)]
+    requests = [(p, replace(LONG, seed=i, max_new_tokens=12 - 3 * i)) for i, p in enumerate(prompts)]
+    expected = tiny.generate_all(tiny.engine(model, **options), requests)
+    assert not recording
+    monkeypatch.setattr(model_runner, "supports_torch_decode_graphs", lambda model, device, numerics: True)
+    monkeypatch.setattr(module, "_MIN_CONTEXT", 8)
+    engine = tiny.engine(model, **options)
+    found = tiny.generate_all(engine, requests) + tiny.generate_all(engine, requests[:2])
+    assert {key.context for key in recording} >= {8, 16, 48} and {key.has_prefixes for key in recording} == {False}
+    for one, other in zip(found, [*expected, *expected[:2]], strict=True):
+        assert tiny.tokens(one) == tiny.tokens(other)
+        np.testing.assert_allclose(tiny.logprobs(one), tiny.logprobs(other), atol=1e-4)
 
 
 def sent(engine, model, transport, number):

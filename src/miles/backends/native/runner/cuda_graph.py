@@ -24,11 +24,13 @@ from miles.backends.native.engine.request import Ints
 from miles.backends.native.runner.lora import LoraRunner
 from miles.core.types import Array
 from miles.kernels.attention.gpu_backend import SplitKVPlans, StepMetadata, TritonAttentionBackend
+from miles.kernels.attention.metadata import DecodeMetadata
+from miles.kernels.attention.paged import PagedAttentionBackend
 from miles.kernels.batch_invariant import sampling as batch_invariant_sampling
 from miles.kernels.batch_invariant.paged_attention import BatchInvariantTritonBackend
 from miles.kernels.fused.lm_head import compute_logits
 from miles.kernels.runtime.graph_inputs import GraphInputs, unpack_graph_inputs
-from miles.kernels.runtime.kv_cache import PagedKVCache
+from miles.kernels.runtime.kv_cache import PagedKVCache, RecurrentStatePool
 from miles.kernels.sampling.sample import sample_tokens
 from miles.models.decoder import Decoder, DecoderLayer
 from miles.models.draft.base import Draft
@@ -38,6 +40,9 @@ _INT_COLUMNS = ("tokens", "starts", "positions", "cache_locs", "req_slots", "top
 _FLOAT_COLUMNS = ("temperature", "uniform", "top_p", "min_p")
 # Changed block table entries that fit into the input buffer; beyond that the table is copied whole.
 _MAX_TABLE_UPDATES = 1024
+# Contexts of torch attention in a graph: the shortest, and the most tokens of all rows together. Beyond that attention
+# takes longer than its launches, and padding costs more than they do.
+_MIN_CONTEXT, _MAX_CONTEXT_TOKENS = 256, 1 << 18
 # Host buffers of inputs in rotation: one the device reads, one being filled, one spare.
 _NUM_HOST_BUFFERS = 3
 
@@ -48,13 +53,29 @@ def capture_batch_sizes(max_batch_size: int) -> list[int]:
     return [*(size for size in sizes if size < max_batch_size), max_batch_size]
 
 
+def choose_context(longest: int, page_size: int, max_pages: int) -> int:
+    """Return the context to pad to where torch computes attention: at most half as long again, so that graphs are few.
+
+    >>> [choose_context(longest, 16, 1000) for longest in (1, 300, 1025, 20_000)]
+    [256, 384, 1536, 16000]
+    """
+    context = _MIN_CONTEXT
+    while context < longest:
+        context = context * 3 // 2 if (context & (context - 1)) == 0 else context // 3 * 4
+    return min(-(-context // page_size), max_pages) * page_size
+
+
 class GraphKey(NamedTuple):
-    """What a graph is captured for: rows, whether some share a prefix, have a top-k/top-p/min-p, have an adapter."""
+    """What a graph is captured for: rows, whether some share a prefix, have a top-k/top-p/min-p, have an adapter.
+
+    Where torch computes attention also the context that rows are padded to; else 0.
+    """
 
     batch_size: int
     has_prefixes: bool
     has_filter: bool
     has_lora: bool = False
+    context: int = 0
 
 
 class CapturedGraph(NamedTuple):
@@ -178,7 +199,8 @@ class StepInputs:
         device: torch.device,
     ) -> None:
         self.plans = plans
-        self._page_size = page_size
+        self.page_size = page_size
+        self.max_pages = max_pages
         self._padding_cache_loc = padding_cache_loc
         self._padding_slot = padding_slot
         self._buffers = _InputBuffers(rows, device)
@@ -192,9 +214,26 @@ class StepInputs:
         """The columns on the device, by name."""
         return self._buffers.columns
 
+    def choose_context(self, batch: ForwardBatch) -> int:
+        """Return the context that rows are padded to where torch computes attention."""
+        return choose_context(int(batch.starts_B.max()) + 1, self.page_size, self.max_pages)
+
+    def build_torch_metadata(self, step: StepMetadata, context: int, dtype: torch.dtype) -> DecodeMetadata:
+        """Return the metadata of torch attention for the rows of a step; part of what a graph captures."""
+        assert step.starts_B is not None
+        return DecodeMetadata(
+            step.starts_B,
+            step.slots_T,
+            step.block_table_BM[: len(step.slots_T)],
+            context=context,
+            page_size=self.page_size,
+            dtype=dtype,
+            padding_slot=self._padding_cache_loc,
+        )
+
     def send(self, batch: ForwardBatch, batch_size: int, *, reads_plans: bool) -> None:
         """Copy the rows of a batch, padded to ``batch_size``, to the device."""
-        count, size = len(batch.req_slots_B), self._page_size
+        count, size = len(batch.req_slots_B), self.page_size
         sampling, starts_B = batch.sampling, batch.starts_B
         columns = self._buffers.next()
         last_page_B = batch.block_table_BM[np.arange(count), starts_B // size]
@@ -252,7 +291,14 @@ class StepInputs:
         zeros = np.zeros(batch_size, np.int64)
         self.plans.fill(zeros, zeros - 1, zeros)
 
-    def unpack(self, count: int, last_tokens_S: Tensor, *, has_prefixes: bool) -> tuple[GraphInputs, StepMetadata]:
+    def unpack(
+        self,
+        count: int,
+        last_tokens_S: Tensor,
+        *,
+        has_prefixes: bool,
+        states: RecurrentStatePool | None = None,
+    ) -> tuple[GraphInputs, StepMetadata]:
         """Return the first ``count`` rows and the metadata of their attention; part of what a graph captures."""
         columns = self.columns
         inputs = unpack_graph_inputs(
@@ -265,6 +311,11 @@ class StepInputs:
             pages_N=columns["table_pages"],
             block_table_RM=self._block_table_RM,
         )
+        starts_n = columns["starts"][:count]
+        step_states = None
+        if states is not None:
+            rows_n = inputs.req_slots_n.masked_fill(inputs.req_slots_n == self._padding_slot, states.rows - 1)
+            step_states = states.select_rows(rows_n, starts_n == 0)
         step = StepMetadata(
             slots_T=inputs.slots_n,
             block_table_BM=self._block_table_RM,
@@ -273,8 +324,9 @@ class StepInputs:
             plans=self.plans,
             has_prefixes=has_prefixes,
             prefill_tiles=None,
-            page_size=self._page_size,
-            starts_B=columns["starts"][:count],
+            page_size=self.page_size,
+            starts_B=starts_n,
+            states=step_states,
         )
         return inputs, step
 
@@ -298,6 +350,7 @@ def capture_graph(
 class CudaGraphRunner:
     """The CUDA graphs of one engine. ``last_tokens_S``, which has one padding slot, is shared with eager steps.
 
+    ``states`` are those of recurrent layers, the last row that of padding rows.
     ``supported`` is False if this process computes only part of a step (tensor parallelism): then nothing is captured.
     ``warmed_up`` holds the keys that ran eagerly once; it outlives the graphs. ``features_RF`` is what a draft
     head reads of the last replay.
@@ -315,8 +368,12 @@ class CudaGraphRunner:
         warmed_up: set[GraphKey],
         draft: Draft | None = None,
         lora: LoraRunner | None = None,
+        states: RecurrentStatePool | None = None,
+        torch_attention: bool = False,
     ) -> None:
         self.cache = cache
+        self._torch_attention = torch_attention
+        self._states = states
         self.supported = all(
             layer.reduce_from_tp is None for layer in decoder.layers if isinstance(layer, DecoderLayer)
         )
@@ -342,15 +399,29 @@ class CudaGraphRunner:
         return bool(self._graphs)
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Return whether a step can run as a graph: decode-only, and computed by this rank alone."""
-        return batch.decode_only and self.supported
+        """Return whether a step can run as a graph: decode-only, and computed by this rank alone.
+
+        Drafted tokens of a model with recurrent layers are scanned one behind the other, as many as there are.
+        """
+        if not (batch.decode_only and self.supported and batch.draft_states is None):
+            return False
+        return not self._torch_attention or self._fits_torch_attention(batch)
+
+    def _fits_torch_attention(self, batch: ForwardBatch) -> bool:
+        """Whether the padded contexts of all rows are few enough tokens for torch attention in a graph."""
+        return self._round_batch_size(batch) * self._inputs.choose_context(batch) <= _MAX_CONTEXT_TOKENS
+
+    def _round_batch_size(self, batch: ForwardBatch) -> int:
+        return self._batch_sizes[bisect_left(self._batch_sizes, len(batch.req_slots_B))]
 
     def replay(self, batch: ForwardBatch) -> GraphReplay:
         """Launch a step, capturing its graph on first use; nothing waits for the device."""
         count = len(batch.req_slots_B)
-        batch_size = self._batch_sizes[bisect_left(self._batch_sizes, count)]
+        batch_size = self._round_batch_size(batch)
         has_filter = bool(batch.sampling.has_filter_D.any())
-        key = GraphKey(batch_size, bool(batch.shared_B.any()), has_filter, batch.lora is not None)
+        has_prefixes = bool(batch.shared_B.any()) and not self._torch_attention
+        context = self._inputs.choose_context(batch) if self._torch_attention else 0
+        key = GraphKey(batch_size, has_prefixes, has_filter, batch.lora is not None, context)
         captured = self._graphs.get(key)
         if captured is None:
             captured = self._capture(key)
@@ -361,11 +432,17 @@ class CudaGraphRunner:
         return self._outputs.fetch(count)
 
     def capture_all(self) -> Iterator[tuple[int, int]]:
-        """Capture every batch size, the largest first; yield the number done and the total."""
+        """Capture every batch size, the largest first; yield the number done and the total.
+
+        Where torch computes attention only those of the shortest context: others are captured when they occur.
+        """
+        context = 0
+        if self._torch_attention:
+            context = choose_context(1, self._inputs.page_size, self._inputs.max_pages)
         keys = [
-            GraphKey(size, prefixes, False, has_lora)
+            GraphKey(size, prefixes, False, has_lora, context)
             for size in reversed(self._batch_sizes)
-            for prefixes in (False, True)
+            for prefixes in ((False,) if self._torch_attention else (False, True))
             for has_lora in ((False,) if self._lora is None else (False, True))
         ]
         for done, key in enumerate(keys if self.supported else ()):
@@ -394,11 +471,15 @@ class CudaGraphRunner:
     def _forward(self, key: GraphKey) -> None:
         """The computation of one graph: unpack inputs, decode, sample, store outputs."""
         n, columns = key.batch_size, self._inputs.columns
-        inputs, step = self._inputs.unpack(n, self._last_tokens_S, has_prefixes=key.has_prefixes)
+        inputs, step = self._inputs.unpack(n, self._last_tokens_S, has_prefixes=key.has_prefixes, states=self._states)
         routing = Routing(record=True) if self._record_experts else None
         decoder, outputs = self._decoder, self._outputs
         invariant = decoder.numerics.batch_invariant
-        attention = (BatchInvariantTritonBackend if invariant else TritonAttentionBackend)(self.cache, step)
+        if key.context:
+            metadata = self._inputs.build_torch_metadata(step, key.context, decoder.embedding.weight.dtype)
+            attention = PagedAttentionBackend(self.cache, metadata, step.states)
+        else:
+            attention = (BatchInvariantTritonBackend if invariant else TritonAttentionBackend)(self.cache, step)
         capture = None if self._draft is None else self._draft.new_capture()
         if self._lora is not None:
             self._lora.use_static_plan(n if key.has_lora else 0)

@@ -63,6 +63,8 @@ class HeadLayersRunner(ModelRunner):
 
     def _build_graphs(self) -> None:
         assert self._gpu is not None and self._cache is not None
+        if not self._gpu.has_attention_kernels:
+            return
         self.head_graphs = DraftHeadGraphs(
             self.head,
             cache=self._cache,

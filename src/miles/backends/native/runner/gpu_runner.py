@@ -24,20 +24,31 @@ from miles.kernels.attention.tile_config import MAX_FP32_HEAD_DIM, MAX_HEAD_DIM,
 from miles.kernels.batch_invariant import sampling as batch_invariant_sampling
 from miles.kernels.batch_invariant.paged_attention import BatchInvariantSplitKVPlans, BatchInvariantTritonBackend
 from miles.kernels.numerics import Numerics
-from miles.kernels.runtime.kv_cache import PagedKVCache
+from miles.kernels.runtime.kv_cache import PagedKVCache, RecurrentStatePool, StepStates
 from miles.kernels.runtime.triton_compat import HAVE_TRITON, count_sms
 from miles.kernels.sampling.sample import sample_tokens
 from miles.models.base import CausalLM
 from miles.models.decoder import Decoder
 from miles.models.draft.base import Draft
-from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec
+from miles.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    GatedDeltaNetSpec,
+    KimiDeltaSpec,
+    MambaSpec,
+    MlaSpec,
+    ShortConvSpec,
+)
 
 # Queries per tile of a shared prefix; with 4-byte dtypes and MLA latents fewer fit into an SM.
 _PREFIX_QUERIES, _WIDE_PREFIX_QUERIES = 64, 16
 
 
 class GpuRunner:
-    """The Triton kernels of one engine. The KV cache has one page, and ``last_tokens_S`` one slot, of padding."""
+    """The Triton kernels of one engine. The KV cache has one page, and ``last_tokens_S`` one slot, of padding.
+
+    Without ``has_attention_kernels`` it samples and captures decode steps, and attention is that of torch.
+    """
 
     def __init__(
         self,
@@ -50,9 +61,11 @@ class GpuRunner:
         device: torch.device,
         dtype: torch.dtype,
         numerics: Numerics,
+        has_attention_kernels: bool = True,
     ) -> None:
+        self.has_attention_kernels = has_attention_kernels
         plans = BatchInvariantSplitKVPlans if numerics.batch_invariant else SplitKVPlans
-        shapes = _decode_shapes(spec, dtype, numerics)
+        shapes = _decode_shapes(spec, dtype, numerics) if has_attention_kernels else {}
         self._plans = plans(shapes, max_rows=num_slots, device=device, sms=count_sms(device))
         self._num_slots = num_slots
         self._max_pages = max_pages
@@ -71,6 +84,7 @@ class GpuRunner:
         no_expert: Array | None,
         draft: Draft | None = None,
         lora: LoraRunner | None = None,
+        states: RecurrentStatePool | None = None,
     ) -> CudaGraphRunner:
         """Return the CUDA graphs over this cache; ``padding_page`` belongs to no request."""
         return CudaGraphRunner(
@@ -83,6 +97,8 @@ class GpuRunner:
             warmed_up=self._warmed_up,
             draft=draft,
             lora=lora,
+            states=states,
+            torch_attention=not self.has_attention_kernels,
         )
 
     def build_step_inputs(self, last_tokens_S: Tensor, padding_page: int) -> StepInputs:
@@ -97,7 +113,9 @@ class GpuRunner:
             device=self._device,
         )
 
-    def build_attention(self, batch: ForwardBatch, positions_T: Ints, cache: PagedKVCache) -> TritonAttentionBackend:
+    def build_attention(
+        self, batch: ForwardBatch, positions_T: Ints, cache: PagedKVCache, states: StepStates | None = None
+    ) -> TritonAttentionBackend:
         """Return the attention backend of an eager step: decode rows and prefill chunks."""
         n, size = batch.num_decodes, self._page_size
         rows = np.arange(len(batch.req_slots_B))
@@ -122,6 +140,7 @@ class GpuRunner:
             page_size=size,
             starts_B=starts_B,
             visible_ends_T=ends_T,
+            states=states,
         )
         backend_class = BatchInvariantTritonBackend if self._numerics.batch_invariant else TritonAttentionBackend
         return backend_class(cache, step)
@@ -150,7 +169,7 @@ class GpuRunner:
 
 
 def supports_gpu_kernels(spec: DecoderSpec, model: CausalLM, device: torch.device) -> bool:
-    """Return whether the Triton kernels serve a model: our own decoder, attention or MLA in every layer, no indexer.
+    """Return whether the Triton kernels serve a model: our own decoder, no relative, compressed or sparse attention.
 
     Heads have at most ``MAX_HEAD_DIM`` channels, in float32 ``MAX_FP32_HEAD_DIM``.
     """
@@ -160,11 +179,17 @@ def supports_gpu_kernels(spec: DecoderSpec, model: CausalLM, device: torch.devic
     max_head_dim = MAX_HEAD_DIM if model.embedding.weight.dtype.itemsize == 2 else MAX_FP32_HEAD_DIM
     dense = all(
         mixer is None
+        or isinstance(mixer, GatedDeltaNetSpec | KimiDeltaSpec | MambaSpec | ShortConvSpec)
         or (isinstance(mixer, AttentionSpec) and mixer.head_dim <= max_head_dim and mixer.indexer is None)
         or (isinstance(mixer, MlaSpec) and mixer.indexer is None)
         for mixer in mixers
     )
     return device.type == "cuda" and HAVE_TRITON and dense
+
+
+def supports_torch_decode_graphs(model: CausalLM, device: torch.device, numerics: Numerics) -> bool:
+    """Return whether decode steps with torch attention can be captured: our own decoder, not batch-invariant."""
+    return isinstance(model, Decoder) and device.type == "cuda" and HAVE_TRITON and not numerics.batch_invariant
 
 
 def _decode_shapes(spec: DecoderSpec, dtype: torch.dtype, numerics: Numerics) -> Mapping[DecodeShape, int]:

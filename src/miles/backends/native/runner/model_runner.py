@@ -24,7 +24,7 @@ from miles.backends.native.engine.forward_batch import (
 from miles.backends.native.engine.lora import LoraShape
 from miles.backends.native.engine.request import Ints
 from miles.backends.native.runner.cuda_graph import CudaGraphRunner
-from miles.backends.native.runner.gpu_runner import GpuRunner, supports_gpu_kernels
+from miles.backends.native.runner.gpu_runner import GpuRunner, supports_gpu_kernels, supports_torch_decode_graphs
 from miles.backends.native.runner.lora import LoraRunner
 from miles.backends.native.runner.sampler import (
     apply_logit_edits,
@@ -202,7 +202,7 @@ class ModelRunner:
         self._page_size = page_size
         self._num_slots = num_slots
         self._num_states = num_slots + num_draft_states + num_cached_states
-        self._gpu = self._build_gpu_runner() if supports_gpu_kernels(spec, self.decoder, device) else None
+        self._gpu = self._build_gpu_runner()
         self.lora = None if lora is None else self._build_lora(lora)
         # CUDA graphs stay valid across sleep if the cache returns to the same virtual addresses.
         self._vmm = create_vmm_allocator(device) if self._gpu is not None and use_cuda_graphs else None
@@ -210,13 +210,20 @@ class ModelRunner:
         self.on_weights_moved: Callable[[], None] = lambda: None
         self._cache: PagedKVCache | None = None
         self._kept_cache: PagedKVCache | None = None
+        self._kept_states: RecurrentStatePool | None = None
         self._states: RecurrentStatePool | None = None
         self._param_locations = _locate_params(self.decoder)
         if draft is not None:
             self._add_draft(draft)
         self.allocate()
 
-    def _build_gpu_runner(self) -> GpuRunner:
+    def _build_gpu_runner(self) -> GpuRunner | None:
+        """Return the Triton kernels; None where neither they nor CUDA graphs of torch attention serve the model."""
+        has_kernels = supports_gpu_kernels(self.spec, self.decoder, self.device)
+        can_capture = supports_torch_decode_graphs(self.decoder, self.device, self.numerics)
+        # A captured step records no selections of indexers.
+        if not has_kernels and not (can_capture and self._use_cuda_graphs and self._indexers is None):
+            return None
         return GpuRunner(
             self.spec,
             num_slots=self._num_slots,
@@ -226,6 +233,7 @@ class ModelRunner:
             device=self.device,
             dtype=self.dtype,
             numerics=self.numerics,
+            has_attention_kernels=has_kernels,
         )
 
     def _add_draft(self, draft: Draft) -> None:
@@ -249,7 +257,7 @@ class ModelRunner:
         """Allocate the KV cache and recurrent states, at the same addresses as before if CUDA graphs need that."""
         if self._vmm is not None and self._kept_cache is not None:
             self._vmm.restore()
-            self._cache = self._kept_cache
+            self._cache, self._states = self._kept_cache, self._kept_states
             return
         layouts = [cache_layout(layer.mixer, self.numerics) for layer in self.spec.layers]
         self._cache = PagedKVCache(
@@ -261,20 +269,38 @@ class ModelRunner:
             kv_dtype=self.numerics.kv_cache_dtype,
             zeros=None if self._vmm is None else self._vmm.zeros,
         )
+        self._states = self._build_states()
         if self._gpu is not None and self._use_cuda_graphs:
-            self._kept_cache = self._cache
+            self._kept_cache, self._kept_states = self._cache, self._states
             self._build_graphs()
-        states = {
+
+    def _build_states(self) -> RecurrentStatePool | None:
+        """Allocate the recurrent states; None for a model without. The last is that of padding rows of CUDA graphs."""
+        shapes = {
             key: _state_shapes(layout, self.dtype) for key, layout in list_states(self.spec, self.numerics).items()
         }
-        self._states = RecurrentStatePool(states, slots=self._num_states, device=self.device) if states else None
+        if not shapes:
+            return None
+        return RecurrentStatePool(
+            shapes,
+            slots=self._num_states + (self._gpu is not None),
+            device=self.device,
+            zeros=None if self._vmm is None else self._vmm.zeros,
+        )
 
     def _build_graphs(self) -> None:
         """Create the CUDA graphs over a new cache."""
         assert self._gpu is not None and self._cache is not None
         if isinstance(self.decoder, Decoder):
             self._graphs = self._gpu.build_graph_runner(
-                self.decoder, self._cache, self.last_tokens_S, self._num_pages, self.no_expert, self.draft, self.lora
+                self.decoder,
+                self._cache,
+                self.last_tokens_S,
+                self._num_pages,
+                self.no_expert,
+                self.draft,
+                self.lora,
+                self._states,
             )
 
     def free(self) -> None:
@@ -283,7 +309,7 @@ class ModelRunner:
             self.images.cache.clear()
         self._cache = self._states = None
         if self._vmm is None:
-            self._graphs = self._kept_cache = None
+            self._graphs = self._kept_cache = self._kept_states = None
         else:
             self._vmm.release()
 
@@ -469,13 +495,13 @@ class ModelRunner:
         self, batch: ForwardBatch, positions_T: Ints, selections: IndexerSelections | None = None
     ) -> AttentionBackend:
         assert self._cache is not None
-        if self._gpu is not None:
-            return self._gpu.build_attention(batch, positions_T, self._cache)
         states: StepStates | None = None
         if self._states is not None:
             each = batch.draft_states
             drafts = None if each is None else (each.reads_B, each.writes_B, each.depths_B)
             states = self._states.select(batch.req_slots_B, batch.starts_B, batch.counts_B, drafts)
+        if self._gpu is not None and self._gpu.has_attention_kernels:
+            return self._gpu.build_attention(batch, positions_T, self._cache, states)
         if self.numerics.batch_invariant:
             return BatchInvariantPagedBackend(
                 self._cache,
