@@ -13,9 +13,10 @@ from torch import Tensor
 
 from miles.backends.native.engine.forward_batch import ForwardBatch, SamplingBatch
 from miles.backends.native.engine.request import Ints
-from miles.backends.native.runner.cuda_graph import CudaGraphRunner, GraphKey, StepInputs
+from miles.backends.native.runner.cuda_graph import CudaGraphRunner, GraphKey
 from miles.backends.native.runner.lora import LoraRunner
 from miles.backends.native.runner.sampler import SendArrays
+from miles.backends.native.runner.step_inputs import StepInputs
 from miles.core.types import Array
 from miles.kernels.attention.gpu_backend import DecodeShape, SplitKVPlans, StepMetadata, TritonAttentionBackend
 from miles.kernels.attention.mla import count_head_tiles
@@ -27,6 +28,7 @@ from miles.kernels.numerics import Numerics
 from miles.kernels.runtime.kv_cache import PagedKVCache
 from miles.kernels.runtime.triton_compat import HAVE_TRITON, count_sms
 from miles.kernels.sampling.sample import sample_tokens
+from miles.models.accounting.params import forward_flops_per_token
 from miles.models.base import CausalLM
 from miles.models.decoder import Decoder
 from miles.models.draft.base import Draft
@@ -34,6 +36,10 @@ from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec
 
 # Queries per tile of a shared prefix; with 4-byte dtypes and MLA latents fewer fit into an SM.
 _PREFIX_QUERIES, _WIDE_PREFIX_QUERIES = 64, 16
+# The most tokens of a step with prefill that runs as a CUDA graph: more keep the GPU busy for longer than the host
+# needs to launch kernels one by one; of models with fewer FLOPs per token than this, twice as many do.
+_MAX_PREFILL_TOKENS = 2048
+_SMALL_MODEL_FLOPS = 2e9
 
 
 class GpuRunner:
@@ -54,6 +60,7 @@ class GpuRunner:
         plans = BatchInvariantSplitKVPlans if numerics.batch_invariant else SplitKVPlans
         shapes = _decode_shapes(spec, dtype, numerics)
         self._plans = plans(shapes, max_rows=num_slots, device=device, sms=count_sms(device))
+        self._spec = spec
         self._num_slots = num_slots
         self._max_pages = max_pages
         self._page_size = page_size
@@ -79,6 +86,7 @@ class GpuRunner:
             inputs=self.build_step_inputs(last_tokens_S, padding_page),
             last_tokens_S=last_tokens_S,
             max_batch_size=self._num_slots,
+            max_prefill_tokens=count_prefill_graph_tokens(self._spec),
             no_expert=no_expert,
             warmed_up=self._warmed_up,
             draft=draft,
@@ -147,6 +155,11 @@ class GpuRunner:
             logprobs_out_B=logprobs_D,
         )
         return tokens_D, logprobs_D
+
+
+def count_prefill_graph_tokens(spec: DecoderSpec) -> int:
+    """Return the most tokens of a step with prefill that runs as a CUDA graph."""
+    return _MAX_PREFILL_TOKENS * (2 if forward_flops_per_token(spec) < _SMALL_MODEL_FLOPS else 1)
 
 
 def supports_gpu_kernels(spec: DecoderSpec, model: CausalLM, device: torch.device) -> bool:

@@ -385,7 +385,7 @@ class ModelRunner:
             self.lora.load_slots(batch.lora)
         if self._graphs is not None and self._graphs.can_run(batch):
             self.features_TF = self._graphs.features_RF
-            return self._graphs.replay(batch)
+            return self._graphs.launch(batch)
         return self._run_eager(batch)
 
     @torch.inference_mode()
