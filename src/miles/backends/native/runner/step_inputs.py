@@ -263,9 +263,7 @@ class PrefillInputs:
     def get_columns(self, shape: PrefillShape) -> dict[str, Tensor]:
         """Return the columns of a size on the device, by name."""
         if shape not in self._columns:
-            sizes = self._column_sizes(shape)
-            self._columns[shape] = _split_columns(self._buffer.device, sizes)
-            self._host_columns[shape] = [_as_arrays(_split_columns(host, sizes)) for host in self._buffer.hosts]
+            self._columns[shape] = _split_columns(self._buffer.device, self._column_sizes(shape))
         return self._columns[shape]
 
     def _column_sizes(self, shape: PrefillShape) -> dict[str, int]:
@@ -276,7 +274,9 @@ class PrefillInputs:
     def send(self, batch: ForwardBatch, shape: PrefillShape) -> None:
         """Copy a step, padded to ``shape``, to the device."""
         steps, n = self._steps, batch.num_decodes
-        self.get_columns(shape)
+        if shape not in self._host_columns:
+            sizes = self._column_sizes(shape)
+            self._host_columns[shape] = [_as_arrays(_split_columns(host, sizes)) for host in self._buffer.hosts]
         columns = self._host_columns[shape][self._buffer.next()]
         positions_T = compute_positions(batch)
         tiles_I4 = build_prefill_tiles(
