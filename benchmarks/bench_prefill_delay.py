@@ -1,7 +1,8 @@
 """Steps with prefill on one GPU: as CUDA graphs or kernel by kernel, at once or delayed (--engine-prefill-delay-steps).
 
     PYTHONPATH=src python benchmarks/bench_prefill_delay.py [--models Qwen3-0.6B Qwen3-4B Qwen3-30B-A3B]
-        [--parts stream poisson steps] [--requests 768] [--rates 10 25] [--seconds 10] [--rounds 1]
+        [--parts stream poisson steps] [--settings eager:0 eager:8 graphs:0 graphs:8] [--requests 768]
+        [--rates 10 25] [--seconds 10] [--rounds 1]
 
 bf16, random weights of the published shapes, the engine in this process, lengths of W (``bench_engine_gpu.py``); each
 part alternates between the settings in one engine.
@@ -34,7 +35,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 RUNNING = 256
 DECODE_STEPS = 64
-SETTINGS = ((False, 0), (False, 8), (True, 0), (True, 8))  # CUDA graphs, steps of delay
+SETTINGS = ("eager:0", "eager:8", "graphs:0", "graphs:8")  # how steps with prefill run, and steps of delay
 
 
 @contextmanager
@@ -210,23 +211,29 @@ async def show(model: str, args: argparse.Namespace) -> None:
 
     engine, publication, run = build_engine(model, RUNNING, 420_000)
     await publication.publish(Version())
-    started = time.perf_counter()
-    await engine.warm_up()
-    print(f"{model:14s} CUDA graphs after {time.perf_counter() - started:.1f} s", flush=True)
+    graphs, started, times = engine._runner._graphs, time.perf_counter(), list[float]()
+    prefills = len(graphs.prefill_inputs.common_shapes)
+    await engine.warm_up(lambda done, total: times.append(time.perf_counter() - started))
+    print(
+        f"{model:14s} {prefills} CUDA graphs of steps with prefill after {times[prefills - 1]:.1f} s (the first, which "
+        f"compiles, {times[0]:.1f} s), all {len(times)} after {times[-1]:.1f} s",
+        flush=True,
+    )
     await _measure_requests(engine, workload("W", RUNNING)[0], [4] * RUNNING)
 
-    async def measure(what: str, graphs: bool, delay: int, run_part: Callable[[], Any]) -> None:
+    async def measure(what: str, setting: str, run_part: Callable[[], Any]) -> None:
         await publication.publish(Version())  # an empty prefix cache
-        with apply_setting(engine, graphs, delay):
+        how, _, delay = setting.partition(":")
+        with apply_setting(engine, how == "graphs", int(delay)):
             found = await run_part()
-        print(f"{model:14s} {'graphs' if graphs else 'eager '} delay {delay}: {what} {found}", flush=True)
+        print(f"{model:14s} {how:6s} delay {delay}: {what} {found}", flush=True)
 
     with reduce_gc():
-        for graphs, delay in args.rounds * SETTINGS if "stream" in args.parts else ():
-            await measure("stream", graphs, delay, lambda: measure_stream(engine, args.requests))
+        for setting in args.rounds * args.settings if "stream" in args.parts else ():
+            await measure("stream", setting, lambda: measure_stream(engine, args.requests))
         for rate in args.rates if "poisson" in args.parts else ():
-            for graphs, delay in args.rounds * SETTINGS:
-                await measure("poisson", graphs, delay, lambda rate=rate: measure_poisson(engine, rate, args.seconds))
+            for setting in args.rounds * args.settings:
+                await measure("poisson", setting, lambda rate=rate: measure_poisson(engine, rate, args.seconds))
         if "steps" in args.parts:
             await show_steps(model, engine)
     num_graphs = sum(key.num_tokens > 0 for key in engine._runner._graphs._graphs)
@@ -238,6 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["Qwen3-0.6B", "Qwen3-4B", "Qwen3-30B-A3B"])
     parser.add_argument("--parts", nargs="+", choices=("stream", "poisson", "steps"), default=["stream", "poisson"])
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=[*SETTINGS])
     parser.add_argument("--requests", type=int, default=768, help="total requests of stream")
     parser.add_argument("--rates", type=float, nargs="+", default=[10.0, 25.0], help="requests a second of poisson")
     parser.add_argument("--seconds", type=float, default=10.0, help="how long requests of poisson arrive")

@@ -6,11 +6,15 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from tests.backends.native.lora_adapters import random_factors
 from tests.models.oracle import SMALL, hf_model, twin
 
+from miles.backends.native.engine.lora import LoraShape
+from miles.backends.native.engine.request import GenerateRequest
 from miles.backends.native.runner import cuda_graph
 from miles.backends.native.runner.cuda_graph import capture_batch_sizes
-from miles.backends.native.runner.step_inputs import PrefillInputs
+from miles.backends.native.runner.lora import list_served_modules
+from miles.backends.native.runner.step_inputs import PrefillInputs, capture_token_sizes
 from miles.core.protocols import SamplingParams
 from miles.kernels.numerics import FAST, numerics_from_parity
 from miles.models.decoder import Decoder
@@ -22,6 +26,16 @@ def test_every_number_of_rows_has_a_rung_and_few_are_wasted():
         assert rungs == sorted(set(rungs)) and rungs[-1] == most
         wasted = [next(rung for rung in rungs if rung >= n) - n for n in range(1, most + 1)]
         assert all(spare <= max(3, n // 4, 15) for n, spare in enumerate(wasted, 1))
+
+
+def test_a_step_with_prefill_is_padded_by_at_most_a_quarter_where_tokens_cost_most():
+    sizes = capture_token_sizes(4096)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == 4096
+    assert capture_token_sizes(100) == [32, 64, 128]
+    for count in range(17, 4097):
+        padded = next(size for size in sizes if size >= count)
+        assert padded < 2 * count
+        assert 4 * padded <= 5 * count or not 256 <= count <= 2048
 
 
 card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -111,7 +125,8 @@ def test_warming_up_records_every_rung_and_tells_how_far_it_is(tiny):
     engine = tiny.engine(there("qwen3"), page_size=4, max_running=9, kv_tokens=2400)
     reported = []
     asyncio.run(engine.warm_up(lambda done, of: reported.append((done, of))))
-    assert reported == [(i + 1, 2 * len(capture_batch_sizes(9))) for i in range(2 * len(capture_batch_sizes(9)))]
+    count = 2 * len(capture_batch_sizes(9)) + len(capture_token_sizes(2400))
+    assert reported == [(i + 1, count) for i in range(count)]
 
 
 def record_prefills(monkeypatch):
@@ -201,3 +216,42 @@ def test_captured_steps_with_prefill_follow_new_weights_and_outlive_sleep(tiny, 
         for one, other in zip(fresh, answers, strict=True):
             assert tiny.tokens(one) == tiny.tokens(other)
             np.testing.assert_allclose(tiny.logprobs(one), tiny.logprobs(other), atol=2e-4)
+
+
+@card
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3 moe"])
+def test_captured_steps_with_prefill_and_adapters_have_the_bits_of_padded_eager_ones(tiny, monkeypatch, kind, dtype):
+    model, answers, counts = there(kind, dtype), {}, record_prefills(monkeypatch)
+    modules = list_served_modules(model.spec, ("all", "lm_head"), FAST)
+    shape = LoraShape(num_slots=2, max_rank=8, modules=modules)
+    names = {module.rpartition(".")[2] for module in modules}
+
+    async def run(engine):
+        outputs = [
+            engine.submit(GenerateRequest(tokens=tokens, sampling=how, lora=(None, "a0", "a1")[i % 3]))
+            for i, (tokens, how) in enumerate(arrivals())
+        ]
+        for output in outputs:
+            await output.completion()
+        return [(output.tokens, output.logprobs) for output in outputs]
+
+    for side in ("captured", "padded", "unpadded"):
+        counts.clear()
+        with monkeypatch.context() as patch:
+            if side == "padded":
+                patch.setattr(cuda_graph, "_EAGER_PREFILLS", 10_000)
+            elif side == "unpadded":
+                patch.setattr(PrefillInputs, "choose_shape", lambda inputs, batch: None)
+            engine = tiny.engine(model, page_size=4, prefill_chunk=160, max_running=11, kv_tokens=4800, lora=shape)
+            for i in range(2):
+                engine.load_lora(f"a{i}", random_factors(model.spec, i, rank=4 + i, scale=0.5, only=names))
+            answers[side] = asyncio.run(run(engine))
+        assert (counts["launched"] > counts["eager"]) == (side == "captured")
+    assert answers["captured"] == answers["padded"]
+    if dtype == torch.float32:
+        for (tokens, logprobs), (other_tokens, other_logprobs) in zip(
+            answers["captured"], answers["unpadded"], strict=True
+        ):
+            assert tokens == other_tokens
+            np.testing.assert_allclose(logprobs, other_logprobs, atol=5e-4)

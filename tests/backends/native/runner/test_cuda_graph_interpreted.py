@@ -310,14 +310,13 @@ def test_steps_with_prefill_replay_graphs_when_their_size_comes_again(recording,
 def test_a_server_records_all_before_it_listens_and_tells_how_far_it_is(recording, monkeypatch):
     monkeypatch.setattr(serve, "_WARMUP_LENGTHS", (24, 7))  # interpreted kernels take their time
     tiny, out = Tiny(), io.StringIO()
-    engine = tiny.engine(tiny.decoder(spec=DENSE), page_size=4, max_running=2)
+    engine = tiny.engine(tiny.decoder(spec=DENSE), page_size=4, max_running=2, kv_tokens=64)
     asyncio.run(warm_up(engine, build_view("plain", stream=out)))
-    sizes = 2 * len(module.capture_batch_sizes(2))
+    sizes = 2 * len(module.capture_batch_sizes(2)) + len(step_inputs.capture_token_sizes(64))
     said = out.getvalue().splitlines()
     assert (said[0], said[-1]) == (f"Capturing CUDA graphs ... (0/{sizes})", "Prefilling prompts ... done"), said
     made = dict(engine._runner._graphs._graphs)
-    # The second prompt has the padded size of the first, so that its step is a graph too.
-    assert len(made) == sizes + 1 and [key.num_tokens for key in recording] == [32]
+    assert len(made) == sizes and [key.num_tokens for key in recording] == [32, 32]
     engine.check()
     requests = [(p, replace(LONG, seed=i)) for i, p in enumerate(tiny.prompts(2))]
     for one, other in zip(tiny.generate_all(engine, requests), wanted(requests, DENSE), strict=True):
@@ -574,6 +573,7 @@ def test_graphs_with_adapters_replay_for_other_adapters_and_none(recording, monk
         assert tokens == wanted_tokens
         np.testing.assert_allclose(logprobs, wanted_logprobs, atol=2e-4)
     assert launched and {key.has_lora for key in recording} == {False, True}
+    assert any(key.has_lora and key.num_tokens for key in recording)
 
 
 def test_graphs_with_adapters_of_experts_replay_for_other_adapters_and_none(recording, monkeypatch):
@@ -619,3 +619,4 @@ def test_graphs_with_adapters_of_experts_replay_for_other_adapters_and_none(reco
         assert tokens == wanted_tokens
         np.testing.assert_allclose(logprobs, wanted_logprobs, atol=2e-4)
     assert launched and {key.has_lora for key in recording} == {False, True}
+    assert any(key.has_lora and key.num_tokens for key in recording)

@@ -1,8 +1,8 @@
 """CUDA graphs for decode-only steps, captured per padded batch size, and for steps with prefill, per padded tokens.
 
 A graph reads what changes from step to step at fixed device addresses (``step_inputs``). Decode-only steps are captured
-before the first of them, or on first use. Steps with prefill are captured when a size comes again: the first step of
-a size runs the same padded computation eagerly, and so compiles its kernels.
+before the first of them, or on first use. Steps with prefill are captured with them, or when a size comes again: the
+first step of a size runs the same padded computation eagerly, and so compiles its kernels.
 
 Shapes: R rows of the largest graph, n of one, N tokens of a step with prefill, L MoE layers, k experts per token.
 """
@@ -48,7 +48,8 @@ def capture_batch_sizes(max_batch_size: int) -> list[int]:
 class GraphKey(NamedTuple):
     """What a graph is captured for: rows, whether some share a prefix, have a top-k/top-p/min-p, have an adapter.
 
-    With prefill, ``num_tokens`` more than 0 are computed, and the rows are those that decode or are sampled from.
+    With prefill, ``num_tokens`` more than 0 are computed, and the rows are those that decode or are sampled from; the
+    kernel of shared prefixes, which costs little then, is part of each such graph.
     """
 
     batch_size: int
@@ -133,14 +134,14 @@ def capture_graph(
 ) -> CapturedGraph:
     """Capture ``forward`` over padding rows; with ``warm_up`` run it once before."""
     inputs.send_padding(batch_size)
+    return _record_graph(forward, inputs.plans, pool, warm_up=warm_up)
+
+
+def _record_graph(forward: Callable[[], None], plans: SplitKVPlans, pool: Any, *, warm_up: bool) -> CapturedGraph:
     if warm_up:
         # Compilers and libraries allocate on the first run, which a capture could not contain.
         forward()
         torch.cuda.synchronize()
-    return _record_graph(forward, inputs.plans, pool)
-
-
-def _record_graph(forward: Callable[[], None], plans: SplitKVPlans, pool: Any) -> CapturedGraph:
     graph = torch.cuda.CUDAGraph()
     plans.used = False
     with _gc_disabled(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -188,6 +189,8 @@ class CudaGraphRunner:
         self._outputs = _OutputBuffers(max_batch_size, max_tokens, no_expert, device)
         self._draft = draft
         self._lora = lora
+        if lora is not None:
+            lora.reserve_prefill_plans(self.prefill_inputs.max_tokens)
         self.features_RF: Tensor | None = None
         if draft is not None:
             dtype = decoder.embedding.weight.dtype
@@ -207,22 +210,22 @@ class CudaGraphRunner:
     def _choose_prefill_shape(self, batch: ForwardBatch) -> PrefillShape | None:
         """Return the padded size of a step with prefill; None if it is too large, or computes what no graph does.
 
-        These are edited logits, log-probs other than the sampled ones, images, adapters and features of a draft head.
+        These are edited logits, log-probs other than the sampled ones, images, and features of a draft head.
         """
-        extras = (batch.logit_edits, batch.logprob_queries, batch.prompt_scoring, batch.vision, batch.lora)
+        extras = (batch.logit_edits, batch.logprob_queries, batch.prompt_scoring, batch.vision)
         is_plain = all(each is None for each in extras) and self._draft is None
         if not is_plain or batch.rope_positions_3T is not None or batch.visible_ends_T is not None:
             return None
         return self.prefill_inputs.choose_shape(batch)
 
     def _choose_key(self, batch: ForwardBatch) -> GraphKey:
-        has_prefixes, has_filter = bool(batch.shared_B.any()), bool(batch.sampling.has_filter_D.any())
+        has_filter, has_lora = bool(batch.sampling.has_filter_D.any()), batch.lora is not None
         if batch.decode_only:
             batch_size = self._batch_sizes[bisect_left(self._batch_sizes, len(batch.req_slots_B))]
-            return GraphKey(batch_size, has_prefixes, has_filter, batch.lora is not None)
+            return GraphKey(batch_size, bool(batch.shared_B.any()), has_filter, has_lora)
         shape = self._choose_prefill_shape(batch)
         assert shape is not None, "the step cannot run as a graph"
-        return GraphKey(shape.num_rows, has_prefixes, has_filter, num_tokens=shape.num_tokens)
+        return GraphKey(shape.num_rows, True, has_filter, has_lora, shape.num_tokens)
 
     def launch(self, batch: ForwardBatch) -> GraphReplay:
         """Launch a step, as a graph, which is captured on first use or, with prefill, when a size comes again.
@@ -233,18 +236,26 @@ class CudaGraphRunner:
         captured = self._graphs.get(key)
         if captured is None and self._may_capture(key):
             captured = self._capture(key)
-        if key.num_tokens:
-            self.prefill_inputs.send(batch, key.prefill_shape)
-        else:
-            assert captured is not None
-            self._inputs.send(batch, key.batch_size, reads_plans=captured.reads_plans)
-        if self._lora is not None and batch.lora is not None:
-            self._lora.send_static_plan(batch.lora, key.batch_size)
+        self._send(batch, key, reads_plans=captured is None or captured.reads_plans)
         if captured is None:
             self._run_eager(key)
         else:
             captured.graph.replay()
         return self._outputs.fetch(len(batch.rows_D), len(batch.tokens_T))
+
+    def _send(self, batch: ForwardBatch, key: GraphKey, *, reads_plans: bool) -> None:
+        """Copy a step to where its graph reads it."""
+        lora, adapters = self._lora, batch.lora
+        if key.num_tokens:
+            self.prefill_inputs.send(batch, key.prefill_shape)
+        else:
+            self._inputs.send(batch, key.batch_size, reads_plans=reads_plans)
+        if lora is None or adapters is None:
+            return
+        if key.num_tokens:
+            lora.send_prefill_plan(adapters, batch.counts_B, batch.rows_D, **key.prefill_shape._asdict())
+        else:
+            lora.send_static_plan(adapters, key.batch_size)
 
     def _may_capture(self, key: GraphKey) -> bool:
         """Return whether a step that has no graph is captured now."""
@@ -257,15 +268,23 @@ class CudaGraphRunner:
     def _run_eager(self, key: GraphKey) -> None:
         """Run a padded step with prefill kernel by kernel."""
         self._forward(key)
+        self._warmed_up.add(key)
         self._eager_prefills[key] += 1
 
     def capture_all(self) -> Iterator[tuple[int, int]]:
-        """Capture every batch size, the largest first; yield the number done and the total."""
+        """Capture every batch size and number of tokens, the largest first; yield the number done and the total."""
+        shapes = self.prefill_inputs.common_shapes if self._draft is None else []
+        with_lora = (False,) if self._lora is None else (False, True)
         keys = [
+            GraphKey(shape.num_rows, True, False, has_lora, shape.num_tokens)
+            for shape in reversed(shapes)
+            for has_lora in with_lora
+        ]
+        keys += [
             GraphKey(size, prefixes, False, has_lora)
             for size in reversed(self._batch_sizes)
             for prefixes in (False, True)
-            for has_lora in ((False,) if self._lora is None else (False, True))
+            for has_lora in with_lora
         ]
         for done, key in enumerate(keys if self.supported else ()):
             if key not in self._graphs:
@@ -286,13 +305,14 @@ class CudaGraphRunner:
         def forward() -> None:
             self._forward(key)
 
-        if key.num_tokens:  # ran eagerly before
-            self._graphs[key] = _record_graph(forward, self._inputs.plans, self._pool)
-            return self._graphs[key]
         warm_up = key not in self._warmed_up
         if self._lora is not None:
             self._lora.clear_static_plan()
-        captured = capture_graph(forward, self._inputs, key.batch_size, self._pool, warm_up=warm_up)
+        if key.num_tokens:
+            self.prefill_inputs.send_padding(key.prefill_shape)
+            captured = _record_graph(forward, self._inputs.plans, self._pool, warm_up=warm_up)
+        else:
+            captured = capture_graph(forward, self._inputs, key.batch_size, self._pool, warm_up=warm_up)
         self._warmed_up.add(key)
         self._graphs[key] = captured
         return captured
@@ -311,13 +331,17 @@ class CudaGraphRunner:
         invariant = decoder.numerics.batch_invariant
         attention = (BatchInvariantTritonBackend if invariant else TritonAttentionBackend)(self.cache, step)
         capture = None if self._draft is None else self._draft.new_capture()
-        if self._lora is not None:
+        if self._lora is not None and key.has_lora and key.num_tokens:
+            self._lora.use_prefill_plan(key.num_tokens)
+        elif self._lora is not None:
             self._lora.use_static_plan(n if key.has_lora else 0)
         hidden_TD = decoder(inputs.tokens_n, inputs.positions_n, attention, routing, capture=capture)
         if self._draft is not None and self.features_RF is not None:
             self.features_RF[:n] = self._draft.features(hidden_TD, capture)
         hidden_nD = hidden_TD.index_select(0, columns["sampled_rows"]) if key.num_tokens else hidden_TD
-        adapter = decoder.head_lora() if self._lora is None else self._lora.build_logit_adapter()
+        adapter = decoder.head_lora()
+        if self._lora is not None:
+            adapter = self._lora.build_logit_adapter(num_sampled=n if key.num_tokens else 0)
         softcap, numerics = decoder.spec.logit_softcap, decoder.numerics
         sample_fn = batch_invariant_sampling.sample_tokens if invariant else sample_tokens
         sample_fn(

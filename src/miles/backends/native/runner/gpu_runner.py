@@ -28,7 +28,7 @@ from miles.kernels.numerics import Numerics
 from miles.kernels.runtime.kv_cache import PagedKVCache
 from miles.kernels.runtime.triton_compat import HAVE_TRITON, count_sms
 from miles.kernels.sampling.sample import sample_tokens
-from miles.models.accounting.params import forward_flops_per_token
+from miles.models.accounting.cuda_graphs import count_prefill_graph_tokens, has_graph_attention
 from miles.models.base import CausalLM
 from miles.models.decoder import Decoder
 from miles.models.draft.base import Draft
@@ -36,10 +36,6 @@ from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec
 
 # Queries per tile of a shared prefix; with 4-byte dtypes and MLA latents fewer fit into an SM.
 _PREFIX_QUERIES, _WIDE_PREFIX_QUERIES = 64, 16
-# The most tokens of a step with prefill that runs as a CUDA graph: more keep the GPU busy for longer than the host
-# needs to launch kernels one by one; of models with fewer FLOPs per token than this, twice as many do.
-_MAX_PREFILL_TOKENS = 2048
-_SMALL_MODEL_FLOPS = 2e9
 
 
 class GpuRunner:
@@ -86,7 +82,7 @@ class GpuRunner:
             inputs=self.build_step_inputs(last_tokens_S, padding_page),
             last_tokens_S=last_tokens_S,
             max_batch_size=self._num_slots,
-            max_prefill_tokens=count_prefill_graph_tokens(self._spec),
+            max_prefill_tokens=min(count_prefill_graph_tokens(self._spec), padding_page * self._page_size),
             no_expert=no_expert,
             warmed_up=self._warmed_up,
             draft=draft,
@@ -157,11 +153,6 @@ class GpuRunner:
         return tokens_D, logprobs_D
 
 
-def count_prefill_graph_tokens(spec: DecoderSpec) -> int:
-    """Return the most tokens of a step with prefill that runs as a CUDA graph."""
-    return _MAX_PREFILL_TOKENS * (2 if forward_flops_per_token(spec) < _SMALL_MODEL_FLOPS else 1)
-
-
 def supports_gpu_kernels(spec: DecoderSpec, model: CausalLM, device: torch.device) -> bool:
     """Return whether the Triton kernels serve a model: our own decoder, attention or MLA in every layer, no indexer.
 
@@ -171,13 +162,8 @@ def supports_gpu_kernels(spec: DecoderSpec, model: CausalLM, device: torch.devic
         return False
     mixers = [layer.mixer for layer in spec.layers]
     max_head_dim = MAX_HEAD_DIM if model.embedding.weight.dtype.itemsize == 2 else MAX_FP32_HEAD_DIM
-    dense = all(
-        mixer is None
-        or (isinstance(mixer, AttentionSpec) and mixer.head_dim <= max_head_dim and mixer.indexer is None)
-        or (isinstance(mixer, MlaSpec) and mixer.indexer is None)
-        for mixer in mixers
-    )
-    return device.type == "cuda" and HAVE_TRITON and dense
+    fits = all(not isinstance(mixer, AttentionSpec) or mixer.head_dim <= max_head_dim for mixer in mixers)
+    return device.type == "cuda" and HAVE_TRITON and has_graph_attention(spec) and fits
 
 
 def _decode_shapes(spec: DecoderSpec, dtype: torch.dtype, numerics: Numerics) -> Mapping[DecodeShape, int]:

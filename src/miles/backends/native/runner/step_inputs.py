@@ -39,16 +39,15 @@ _TABLE_COLUMNS = {"table_index": _MAX_TABLE_UPDATES, "table_pages": _MAX_TABLE_U
 # Host buffers of inputs in rotation: one the device reads, one being filled, one spare.
 _NUM_HOST_BUFFERS = 3
 
-# Padded tokens of steps with prefill: from 256 on each at most a quarter more than the one before it.
-_TOKEN_SIZES = (32, 64, 96, 128, 192, *range(256, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256))
-_TOKEN_SIZES += (*range(2048, 4096, 512), 4096)
-# Padded rows of steps with prefill: each decodes a token or is sampled from.
-_ROW_SIZES = (16, 64, 256)
+# Padded tokens of steps with prefill: from 256 to 2,048 each at most a quarter more than the one before it.
+_TOKEN_SIZES = (32, 64, 128, *range(256, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256), 2048, 3072, 4096)
+# Padded rows that decode or are sampled from, of engines that run more requests: fewer cost next to nothing.
+_FEW_ROWS = 256
 
 
 def capture_token_sizes(max_tokens: int) -> list[int]:
     """Return the padded numbers of tokens that steps with prefill are captured for."""
-    return [size for size in _TOKEN_SIZES if size <= max_tokens]
+    return list(_TOKEN_SIZES[: bisect_left(_TOKEN_SIZES, max_tokens) + 1])
 
 
 def count_graph_tiles(num_tokens: int) -> int:
@@ -235,30 +234,28 @@ class PrefillInputs:
     def __init__(self, steps: StepInputs, *, max_tokens: int, max_rows: int, device: torch.device) -> None:
         self._steps = steps
         self._token_sizes = capture_token_sizes(max_tokens)
-        self._row_sizes = [*(size for size in _ROW_SIZES if size < max_rows), max_rows]
-        largest = PrefillShape(max(self._token_sizes, default=0), max_rows)
+        self._row_sizes = sorted({min(_FEW_ROWS, max_rows), max_rows})
+        self.max_tokens = self._token_sizes[-1]
+        largest = PrefillShape(self.max_tokens, max_rows)
         self._buffer = _InputBuffer(sum(self._column_sizes(largest).values()), device)
         self._columns: dict[PrefillShape, dict[str, Tensor]] = {}
         self._host_columns: dict[PrefillShape, list[dict[str, Array]]] = {}
 
     @property
-    def max_tokens(self) -> int:
-        """The most padded tokens of a step; 0 if no step fits."""
-        return max(self._token_sizes, default=0)
-
-    @property
-    def shapes(self) -> list[PrefillShape]:
-        """All padded sizes."""
-        return [PrefillShape(n, rows) for n in self._token_sizes for rows in self._row_sizes if rows <= n]
+    def common_shapes(self) -> list[PrefillShape]:
+        """The padded sizes of all steps with few rows."""
+        return [PrefillShape(size, min(size, self._row_sizes[0])) for size in self._token_sizes]
 
     def choose_shape(self, batch: ForwardBatch) -> PrefillShape | None:
         """Return the padded size of a step; None if it is too large, or has too many short sequences."""
-        rows = self._row_sizes[bisect_left(self._row_sizes, max(batch.num_decodes, len(batch.rows_D)))]
+        num_rows = max(batch.num_decodes, len(batch.rows_D))
         tiles = int((-(-batch.counts_B[batch.num_decodes :] // TILE)).sum())
-        first = bisect_left(self._token_sizes, max(len(batch.tokens_T), rows))
+        first = bisect_left(self._token_sizes, max(len(batch.tokens_T), num_rows))
         fits = (size for size in self._token_sizes[first:] if tiles <= count_graph_tiles(size))
         size = next(fits, None)
-        return None if size is None else PrefillShape(size, rows)
+        if size is None:
+            return None
+        return PrefillShape(size, min(size, self._row_sizes[bisect_left(self._row_sizes, num_rows)]))
 
     def get_columns(self, shape: PrefillShape) -> dict[str, Tensor]:
         """Return the columns of a size on the device, by name."""
@@ -304,6 +301,10 @@ class PrefillInputs:
             np.pad(batch.shared_B[:n], pad),
         )
 
+    def send_padding(self, shape: PrefillShape) -> None:
+        """Send inputs that consist of padding alone."""
+        self.send(_build_empty_batch(), shape)
+
     def unpack(
         self, shape: PrefillShape, last_tokens_S: Tensor, *, has_prefixes: bool
     ) -> tuple[GraphInputs, StepMetadata]:
@@ -342,3 +343,27 @@ def _list_sampling_columns(sampling: SamplingBatch) -> dict[str, tuple[Array, fl
         "top_p": (sampling.top_p_D, 1),
         "min_p": (sampling.min_p_D, 0),
     }
+
+
+def _build_empty_batch() -> ForwardBatch:
+    ints, floats = np.zeros(0, np.int64), np.zeros(0, np.float32)
+    return ForwardBatch(
+        tokens_T=ints,
+        starts_B=ints,
+        counts_B=ints,
+        req_slots_B=ints,
+        num_decodes=0,
+        block_table_BM=ints.reshape(0, 0),
+        shared_B=ints,
+        group_B=ints,
+        rows_D=ints,
+        req_slots_D=ints,
+        sampling=SamplingBatch(
+            temperature_D=floats,
+            top_k_D=ints,
+            top_p_D=floats,
+            min_p_D=floats,
+            has_filter_D=np.zeros(0, bool),
+            uniform_D=floats,
+        ),
+    )

@@ -1,0 +1,39 @@
+"""CUDA graphs of an engine: which models have them, tokens of a step with prefill, bytes of their pool. No torch."""
+
+from __future__ import annotations
+
+from miles.models.accounting.activations import layer_bytes
+from miles.models.accounting.params import BYTES, forward_flops_per_token
+from miles.models.hf_adapter.spec import HfAdapterSpec
+from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec
+
+# More tokens keep a GPU busy for longer than the host needs to launch kernels one by one; of models with fewer FLOPs
+# per token than this, twice as many do.
+_MAX_PREFILL_TOKENS = 2048
+_SMALL_MODEL_FLOPS = 2e9
+
+
+def has_graph_attention(spec: DecoderSpec) -> bool:
+    """Return whether every layer is one that graphs hold: attention or MLA without an indexer, or none."""
+    if isinstance(spec, HfAdapterSpec):
+        return False
+    mixers = [layer.mixer for layer in spec.layers]
+    return all(
+        mixer is None or (isinstance(mixer, AttentionSpec | MlaSpec) and mixer.indexer is None) for mixer in mixers
+    )
+
+
+def count_prefill_graph_tokens(spec: DecoderSpec) -> int:
+    """Return the most tokens of a step with prefill that runs as a CUDA graph."""
+    return _MAX_PREFILL_TOKENS * (2 if forward_flops_per_token(spec) < _SMALL_MODEL_FLOPS else 1)
+
+
+def graph_pool_bytes(spec: DecoderSpec, max_rows: int, dtype: str) -> int:
+    """Return about what the memory pool of all graphs takes: a layer of the longest prefill, and logits of all rows.
+
+    The graphs share the pool, since none reads what another left there. What a layer saves for a backward pass bounds
+    what an inference step holds at once.
+    """
+    size = BYTES[dtype]
+    widest = max(layer_bytes(spec, index, size=size, fused=True) for index in range(len(spec.layers)))
+    return int(count_prefill_graph_tokens(spec) * widest) + max_rows * spec.vocab_size * size
