@@ -245,6 +245,11 @@ class ModelRunner:
         """Whether decode-only steps run as CUDA graphs."""
         return self._graphs is not None and self._graphs.supported
 
+    @property
+    def captures_prefill(self) -> bool:
+        """Whether steps with prefill run as CUDA graphs, if they are not too large."""
+        return self.uses_cuda_graphs and self.draft is None
+
     def allocate(self) -> None:
         """Allocate the KV cache and recurrent states, at the same addresses as before if CUDA graphs need that."""
         if self._vmm is not None and self._kept_cache is not None:
