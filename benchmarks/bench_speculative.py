@@ -399,7 +399,7 @@ class SimulatedEngine:
             RunningBatch(self._pages, slots, share_prefill=True),
             prefill_chunk=8192,
             decode=None,
-            prefill_delay=config.engine_prefill_delay_steps,
+            prefill_delay=config.engine_prefill_delay_steps or 0,
             speculation=self.speculation,
         )
         self._steps = CountingSteps(self._scheduler, 1)

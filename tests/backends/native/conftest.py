@@ -139,6 +139,22 @@ class Tiny:
             self.check(engine)
         return answers
 
+    def generate_staggered(
+        self, engine: NativeEngine, requests: Sequence[tuple[np.ndarray, SamplingParams]], first: int = 2
+    ) -> list[Completion]:
+        """Submit the ``first`` requests at once and the others one by one, while these decode."""
+
+        async def everyone() -> list[Completion]:
+            asked = [asyncio.create_task(engine.generate(*each)) for each in requests[:first]]
+            for each in requests[first:]:
+                await asyncio.sleep(0)
+                asked.append(asyncio.create_task(engine.generate(*each)))
+            return await asyncio.gather(*asked)
+
+        answers = asyncio.run(everyone())
+        self.check(engine)
+        return answers
+
     def mixed(self, count: int, *, new: int = 30) -> list[tuple[np.ndarray, SamplingParams]]:
         """Requests with various sampling parameters."""
         variants = [

@@ -20,8 +20,10 @@ from miles.launch.plan.memory import estimate_memory, format_bytes
 from miles.launch.plan.plan import Plan
 from miles.launch.plan.render import format_batch_sizes, format_objective
 from miles.launch.read_config import read
-from miles.models.accounting.activations import activation_bytes
+from miles.models.accounting.activations import activation_bytes, layer_bytes
+from miles.models.accounting.cuda_graphs import count_prefill_graph_tokens
 from miles.models.accounting.image_features import tower_activation_bytes
+from miles.models.accounting.known_models import find_known_config
 from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.families import spec_from_config
 
@@ -264,6 +266,23 @@ def test_the_memory_plan_counts_drafts_in_trainer_and_engine():
     smaller = "--engine-kv-tokens 1000 --speculative-algorithm draft-model --speculative-draft-model-path model"
     shares = {s.name: s.bytes for s in estimate_memory(*planned(smaller), spec)}
     assert shares["engine draft"] == shares["weights"] and shares["draft kv cache"] == shares["kv cache"]
+
+
+def test_the_memory_plan_counts_the_pool_of_cuda_graphs():
+    spec = spec_from_config(read_config("model"))
+    line = "--device cuda --dtype bfloat16 --engine-kv-tokens 1000 --engine-max-running 100"
+    shares = {share.name: share for share in estimate_memory(*planned(line), spec)}
+    layer = layer_bytes(spec, 0, size=2, fused=True)
+    # By hand: what a layer saves of 4,096 tokens, of a model this small, and the logits of 100 rows.
+    assert shares["CUDA graphs"].bytes == int(4096 * layer) + 100 * 1000 * 2
+    assert "4,096 tokens" in shares["CUDA graphs"].note
+    for more in ("--disable-engine-cuda-graph", "--device cpu", "--rollout-num-gpus-per-engine 2"):
+        names = {share.name for share in estimate_memory(*planned(f"{line} {more}"), spec)}
+        assert "CUDA graphs" not in names
+    known = find_known_config("Qwen3-8B")
+    assert known is not None
+    large = spec_from_config(known)
+    assert (count_prefill_graph_tokens(spec), count_prefill_graph_tokens(large)) == (4096, 2048)
 
 
 def test_the_cache_is_sized_by_what_can_run_at_once():

@@ -35,9 +35,10 @@ class NativeConfig:
         unit="tokens",
         ge=1,
     )
-    engine_prefill_delay_steps: int = option(
-        8,
-        "Maximum CUDA graph steps that prompts wait to be prefilled together, if 32 or more requests run; 0 disables.",
+    engine_prefill_delay_steps: int | None = option(
+        None,
+        "Maximum CUDA graph steps that prompts wait to be prefilled together, if 32 or more requests run; by default "
+        "0, and 8 with a draft head, where steps with prefill are no CUDA graphs.",
         unit="steps",
         ge=0,
     )
@@ -109,7 +110,7 @@ class NativeConfig:
     )
     engine_cuda_graph: bool = option(
         True,
-        "Run decode-only steps as CUDA graphs; on GPUs only.",
+        "Run decode steps and short prefills as CUDA graphs; on GPUs only.",
         off="--disable-engine-cuda-graph",
     )
 

@@ -92,8 +92,9 @@ class StepMetadata:
     ``slots_T`` are the KV-cache slots of the new tokens, ``req_slots_B`` the rows of the block table; the first
     ``num_decodes`` sequences have one new token each, ``prefill_tiles`` cover the tokens of the others. ``starts_B``
     tokens are before those of each of the former; None if their rope positions are these numbers. Tokens of prefill
-    tiles attend to positions before ``visible_ends_T``; None: up to their own. ``states`` are the recurrent states of a
-    model that has recurrent layers.
+    tiles attend to positions before ``visible_ends_T``; None: up to their own. The attention of tokens that are in no
+    tile and no plan is zero if the step ``has_padding``; otherwise there are none. ``states`` are the
+    recurrent states of a model that has recurrent layers.
     """
 
     slots_T: Tensor
@@ -107,6 +108,12 @@ class StepMetadata:
     starts_B: Tensor | None = None
     visible_ends_T: Tensor | None = None
     states: StepStates | None = None
+    has_padding: bool = False
+
+    def allocate_output(self, q_THd: Tensor, value_dim: int) -> Tensor:
+        """Return the tensor that the attention of the step's tokens is written to [T, H, e]."""
+        shape = (*q_THd.shape[:2], value_dim)
+        return q_THd.new_zeros(shape) if self.has_padding else q_THd.new_empty(shape)
 
 
 class TritonAttentionBackend:
@@ -192,7 +199,7 @@ class TritonAttentionBackend:
         keys = cache.keys.slots
         values = cache.values.slots
         kv_heads = keys.shape[1]
-        out_THe = q_THd.new_empty(*q_THd.shape[:2], values.shape[-1])
+        out_THe = step.allocate_output(q_THd, values.shape[-1])
         paged = self._paged_params(params, cache, sinks_H)
         if step.num_decodes:
             decode_attention(
@@ -217,7 +224,7 @@ class TritonAttentionBackend:
         step = self._step
         keys = cache.keys.slots
         heads = q_THd.shape[1]
-        out_THe = q_THd.new_empty(len(q_THd), heads, value_dim)
+        out_THe = step.allocate_output(q_THd, value_dim)
         paged = PagedAttentionParams(step.page_size, params.scale, kv_scales=cache.scales)
         if step.num_decodes:
             mla_decode_attention(

@@ -214,7 +214,7 @@ class BatchInvariantTritonBackend(TritonAttentionBackend):
         values = cache.values.slots
         kv_heads = keys.shape[1]
         q_THd = pack_heads(q_THd)
-        out_THe = torch.empty(*q_THd.shape[:2], values.shape[-1], dtype=q_THd.dtype, device=q_THd.device)
+        out_THe = step.allocate_output(q_THd, values.shape[-1])
         paged = self._paged_params(params, cache, sinks_H)
         if step.num_decodes:
             plan = step.plans[DecodeShape(kv_heads, q_THd.shape[1] // kv_heads, params.window, params.chunk)]

@@ -28,6 +28,12 @@ from miles.launch.plan.lora import (
 )
 from miles.launch.plan.plan import Plan
 from miles.launch.rules.paths import read_spec_or_none
+from miles.models.accounting.cuda_graphs import (
+    count_prefill_graph_tokens,
+    graph_pool_bytes,
+    has_graph_kernels,
+    has_prefill_graphs,
+)
 from miles.models.accounting.draft import draft_activation_bytes, draft_optimizer_bytes, draft_weight_bytes
 from miles.models.accounting.image_features import vision_bytes
 from miles.models.accounting.params import (
@@ -107,6 +113,7 @@ def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Memo
         MemoryShare(name="kv cache", bytes=kv_bytes, note=f"{tokens:,} tokens: {why}"),
         *_estimate_states(config, plan, spec),
         *_estimate_images(config, spec, dtype),
+        *_estimate_graphs(config, plan, spec, dtype),
         *_estimate_engine_draft(config, plan, draft, tokens, dtype),
     )
 
@@ -408,6 +415,18 @@ def _estimate_states(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Mem
     note = f"of {running} requests" + (f", {drafts} drafted tokens" if drafts else "")
     note += f" and {cached} prefixes" if cached else ""
     return (MemoryShare(name="states", bytes=each * (running + drafts + cached), note=note),) if each else ()
+
+
+def _estimate_graphs(config: Config, plan: Plan, spec: DecoderSpec, dtype: str) -> tuple[MemoryShare, ...]:
+    """The memory pool of the native engine's CUDA graphs."""
+    several = config.cluster.rollout_num_gpus_per_engine > 1
+    used = config.native.engine_cuda_graph and config.sglang.rollout_backend != "sglang"
+    if plan.device == "cpu" or several or not used or not has_graph_kernels(spec):
+        return ()
+    size = graph_pool_bytes(spec, config.native.engine_max_running, dtype)
+    largest = count_prefill_graph_tokens(spec) if has_prefill_graphs(spec) else config.native.engine_max_running
+    note = f"steps of up to {largest:,} tokens"
+    return (MemoryShare(name="CUDA graphs", bytes=size, note=note),)
 
 
 def _estimate_images(config: Config, spec: DecoderSpec, dtype: str) -> tuple[MemoryShare, ...]:

@@ -79,15 +79,18 @@ def test_a_step_takes_more_prompt_tokens_on_an_accelerator_and_of_a_little_model
     assert resolve_prefill_chunk(spec, NativeConfig(engine_prefill_chunk=77), Box(kind="cuda")) == 77
 
 
-def test_prompts_wait_only_where_steps_are_recorded():
-    assert (
-        resolve_prefill_delay(NativeConfig(), uses_cuda_graphs=False)
-        == 0
-        < resolve_prefill_delay(NativeConfig(), uses_cuda_graphs=True)
-    )
-    assert resolve_prefill_delay(NativeConfig(engine_prefill_delay_steps=0), uses_cuda_graphs=True) == 0
+def test_prompts_wait_only_where_decode_steps_are_recorded_and_prefills_are_not():
+    def resolve(config, uses_cuda_graphs, captures_prefill):
+        return resolve_prefill_delay(config, uses_cuda_graphs=uses_cuda_graphs, captures_prefill=captures_prefill)
+
+    assert resolve(NativeConfig(), False, False) == 0 == resolve(NativeConfig(), True, True)
+    assert resolve(NativeConfig(), True, False) > 0
+    for delay in (0, 5):
+        config = NativeConfig(engine_prefill_delay_steps=delay)
+        assert {resolve(config, True, captures) for captures in (False, True)} == {delay}
+        assert resolve(config, False, False) == 0
     with pytest.raises(UsageError, match="--engine-prefill-delay-steps is -1, must be at least 0"):
-        resolve_prefill_delay(NativeConfig(engine_prefill_delay_steps=-1), uses_cuda_graphs=False)
+        resolve(NativeConfig(engine_prefill_delay_steps=-1), False, False)
 
 
 def vision_spec():

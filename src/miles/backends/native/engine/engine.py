@@ -247,7 +247,11 @@ class NativeEngine:
             running_batch,
             prefill_chunk=resolve_prefill_chunk(self.spec, config, self._platform),
             decode=decode,
-            prefill_delay=resolve_prefill_delay(config, self._runner.uses_cuda_graphs),
+            prefill_delay=resolve_prefill_delay(
+                config,
+                uses_cuda_graphs=self._runner.uses_cuda_graphs,
+                captures_prefill=self._runner.captures_prefill,
+            ),
             speculation=self._speculation,
             num_draft_states=config.count_draft_states(True) if self.spec.recurrent else None,
         )

@@ -17,6 +17,8 @@ _CPU_CHUNK = 2048
 _GPU_CHUNK = 8192
 # Below this many FLOPs per token the chunk is doubled: otherwise a step ends before the next is launched.
 _SMALL_MODEL_FLOPS = 2e9
+# Steps that prompts wait where a step with prefill is no CUDA graph.
+_EAGER_PREFILL_DELAY = 8
 
 
 def resolve_prefill_chunk(spec: DecoderSpec, config: NativeConfig, platform: Platform) -> int:
@@ -28,11 +30,17 @@ def resolve_prefill_chunk(spec: DecoderSpec, config: NativeConfig, platform: Pla
     return _GPU_CHUNK * (2 if forward_flops_per_token(spec) < _SMALL_MODEL_FLOPS else 1)
 
 
-def resolve_prefill_delay(config: NativeConfig, uses_cuda_graphs: bool) -> int:
-    """Return the maximum steps a prefill is delayed: 0 without CUDA graphs, since then all steps cost the same."""
-    if config.engine_prefill_delay_steps < 0:
-        raise UsageError(f"--engine-prefill-delay-steps is {config.engine_prefill_delay_steps}, must be at least 0")
-    return config.engine_prefill_delay_steps if uses_cuda_graphs else 0
+def resolve_prefill_delay(config: NativeConfig, *, uses_cuda_graphs: bool, captures_prefill: bool) -> int:
+    """Return the maximum steps a prefill is delayed: 0 without CUDA graphs, since then all steps cost the same.
+
+    By default it is 0 too where steps with prefill are CUDA graphs, which cost the host as little as others.
+    """
+    delay = config.engine_prefill_delay_steps
+    if delay is not None and delay < 0:
+        raise UsageError(f"--engine-prefill-delay-steps is {delay}, must be at least 0")
+    if delay is None:
+        delay = 0 if captures_prefill else _EAGER_PREFILL_DELAY
+    return delay if uses_cuda_graphs else 0
 
 
 def count_cached_states(spec: DecoderSpec, config: NativeConfig, dtype: torch.dtype) -> int:

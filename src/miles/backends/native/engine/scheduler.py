@@ -69,7 +69,7 @@ MAX_OVERTAKEN = 256
 class PrefillDelay:
     """Delays prefills by at most ``max_steps`` (0: never), and only next to ``min_running`` or more requests.
 
-    A step with prefills does not run as a CUDA graph, and launching it may take the host several times as long as a
+    Where a step with prefills does not run as a CUDA graph, launching it may take the host several times as long as a
     graph replay takes the device. With many running requests that come and go, nearly every step would contain a
     prefill; so prompts wait for a few decode steps and are prefilled several at once.
     """

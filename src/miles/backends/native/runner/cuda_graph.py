@@ -1,16 +1,17 @@
-"""CUDA graphs for decode-only batches, captured per padded batch size.
+"""CUDA graphs for decode-only steps, captured per padded batch size, and for steps with prefill, per padded tokens.
 
-A graph reads what changes from step to step out of one input buffer at a fixed device address, and pages out of a
-block table there; the host copies the buffer, and only the changed entries of the table. Padding rows, when there are
-fewer requests than rows, write to a page, a request slot and a table entry that no request uses.
+A graph reads what changes from step to step at fixed device addresses (``step_inputs``). Decode-only steps are captured
+before the first of them, or on first use. Steps with prefill are captured with them, or when a size comes again: the
+first step of a size runs the same padded computation eagerly, and so compiles its kernels.
 
-Shapes: R rows of the largest graph, n of one, M pages of the longest sequence, L MoE layers, k experts per token.
+Shapes: R rows of the largest graph, n of one, N tokens of a step with prefill, L MoE layers, k experts per token.
 """
 
 from __future__ import annotations
 
 import gc
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,32 +20,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles.backends.native.engine.forward_batch import ForwardBatch, StepOutput, compute_rope_positions
-from miles.backends.native.engine.request import Ints
+from miles.backends.native.engine.forward_batch import ForwardBatch, StepOutput
 from miles.backends.native.runner.lora import LoraRunner
+from miles.backends.native.runner.step_inputs import PrefillInputs, PrefillShape, StepInputs
 from miles.core.types import Array
-from miles.kernels.attention.gpu_backend import SplitKVPlans, StepMetadata, TritonAttentionBackend
-from miles.kernels.attention.metadata import DecodeMetadata
+from miles.kernels.attention.gpu_backend import SplitKVPlans, TritonAttentionBackend
 from miles.kernels.attention.paged import PagedAttentionBackend
 from miles.kernels.batch_invariant import sampling as batch_invariant_sampling
 from miles.kernels.batch_invariant.paged_attention import BatchInvariantTritonBackend
 from miles.kernels.fused.lm_head import compute_logits
-from miles.kernels.runtime.graph_inputs import GraphInputs, unpack_graph_inputs
 from miles.kernels.runtime.kv_cache import PagedKVCache, RecurrentStatePool
 from miles.kernels.sampling.sample import sample_tokens
 from miles.models.decoder import Decoder, DecoderLayer
 from miles.models.draft.base import Draft
 from miles.models.layers.moe import Routing
 
-_INT_COLUMNS = ("tokens", "starts", "positions", "cache_locs", "req_slots", "top_k")
-_FLOAT_COLUMNS = ("temperature", "uniform", "top_p", "min_p")
-# Changed block table entries that fit into the input buffer; beyond that the table is copied whole.
-_MAX_TABLE_UPDATES = 1024
+# How often a size of steps with prefill runs eagerly before it is captured, and the most graphs of such steps.
+_EAGER_PREFILLS = 1
+_MAX_PREFILL_GRAPHS = 96
 # Contexts of torch attention in a graph: the shortest, and the most tokens of all rows together. Beyond that attention
 # takes longer than its launches, and padding costs more than they do.
 _MIN_CONTEXT, _MAX_CONTEXT_TOKENS = 256, 1 << 18
-# Host buffers of inputs in rotation: one the device reads, one being filled, one spare.
-_NUM_HOST_BUFFERS = 3
 
 
 def capture_batch_sizes(max_batch_size: int) -> list[int]:
@@ -68,14 +64,22 @@ def choose_context(longest: int, page_size: int, max_pages: int) -> int:
 class GraphKey(NamedTuple):
     """What a graph is captured for: rows, whether some share a prefix, have a top-k/top-p/min-p, have an adapter.
 
-    Where torch computes attention also the context that rows are padded to; else 0.
+    With prefill, ``num_tokens`` more than 0 are computed, and the rows are those that decode or are sampled from; the
+    kernel of shared prefixes, which costs little then, is part of each such graph. Where torch computes attention,
+    ``context`` is what rows are padded to; else it is 0.
     """
 
     batch_size: int
     has_prefixes: bool
     has_filter: bool
     has_lora: bool = False
+    num_tokens: int = 0
     context: int = 0
+
+    @property
+    def prefill_shape(self) -> PrefillShape:
+        """The padded size of a step with prefill."""
+        return PrefillShape(self.num_tokens, self.batch_size)
 
 
 class CapturedGraph(NamedTuple):
@@ -85,81 +89,43 @@ class CapturedGraph(NamedTuple):
     reads_plans: bool
 
 
-class _InputBuffers:
-    """The inputs of all graphs: one buffer on the device, several in pinned host memory."""
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self._rows = rows
-        size = rows * (len(_INT_COLUMNS) + len(_FLOAT_COLUMNS)) + 2 * _MAX_TABLE_UPDATES
-        self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        self._hosts = [torch.zeros(size, dtype=torch.int32).pin_memory() for _ in range(_NUM_HOST_BUFFERS)]
-        self._host_columns = [
-            {name: column.numpy() for name, column in self._split(host).items()} for host in self._hosts
-        ]
-        self.columns = self._split(self._device)
-        self._copied = [torch.cuda.Event() for _ in range(_NUM_HOST_BUFFERS)]
-        self._current = 0
-
-    def next(self) -> dict[str, Array]:
-        """Return the columns of a host buffer that the device no longer reads.
-
-        It waits if more steps were launched in a row than there are buffers: a draft is several steps.
-        """
-        self._current = (self._current + 1) % _NUM_HOST_BUFFERS
-        self._copied[self._current].synchronize()
-        return self._host_columns[self._current]
-
-    def send(self) -> None:
-        """Copy the buffer last returned by ``next`` to the device."""
-        self._device.copy_(self._hosts[self._current], non_blocking=True)
-        self._copied[self._current].record()
-
-    def _split(self, buffer: Tensor) -> dict[str, Tensor]:
-        names = (*_INT_COLUMNS, *_FLOAT_COLUMNS)
-        columns: dict[str, Tensor] = dict(zip(names, buffer.split(self._rows), strict=False))
-        for name in _FLOAT_COLUMNS:
-            columns[name] = columns[name].view(torch.float32)
-        columns["table_index"], columns["table_pages"] = buffer[-2 * _MAX_TABLE_UPDATES :].split(_MAX_TABLE_UPDATES)
-        return columns
-
-
 class _HostOutput:
     """Pinned host memory of one step's output, and the event after which it is there."""
 
-    def __init__(self, samples: Tensor, experts_RLk: Tensor | None) -> None:
+    def __init__(self, samples: Tensor, experts_NLk: Tensor | None) -> None:
         self.event = torch.cuda.Event()
         self.samples = torch.zeros_like(samples, device="cpu").pin_memory()
-        self.experts_RLk = None if experts_RLk is None else torch.zeros_like(experts_RLk, device="cpu").pin_memory()
+        self.experts_NLk = None if experts_NLk is None else torch.zeros_like(experts_NLk, device="cpu").pin_memory()
 
 
 class _OutputBuffers:
     """The outputs of all graphs: one buffer on the device, and one in pinned host memory for each step in flight."""
 
-    def __init__(self, rows: int, no_expert: Array | None, device: torch.device) -> None:
+    def __init__(self, rows: int, max_tokens: int, no_expert: Array | None, device: torch.device) -> None:
         # Tokens and log-probs share one buffer, so that one copy brings both.
         self._rows = rows
         self._samples = torch.zeros(rows * 3, dtype=torch.int32, device=device)
         self.tokens_R, self.logprobs_R = _split_samples(self._samples, rows)
-        self.experts_RLk: Tensor | None = None
+        self.experts_NLk: Tensor | None = None
         if no_expert is not None:
             dtype = torch.uint8 if no_expert.dtype == np.uint8 else torch.int16
-            self.experts_RLk = torch.zeros(rows, *no_expert.shape, dtype=dtype, device=device)
+            self.experts_NLk = torch.zeros(max_tokens, *no_expert.shape, dtype=dtype, device=device)
         self._free: list[_HostOutput] = []
 
-    def fetch(self, count: int) -> GraphReplay:
-        """Start copying the first ``count`` rows to the host."""
-        host = self._free.pop() if self._free else _HostOutput(self._samples, self.experts_RLk)
+    def fetch(self, count: int, num_tokens: int) -> GraphReplay:
+        """Start copying the first ``count`` samples, and the experts of the first tokens, to the host."""
+        host = self._free.pop() if self._free else _HostOutput(self._samples, self.experts_NLk)
         host.samples.copy_(self._samples, non_blocking=True)
-        if self.experts_RLk is not None and host.experts_RLk is not None:
-            host.experts_RLk[:count].copy_(self.experts_RLk[:count], non_blocking=True)
+        if self.experts_NLk is not None and host.experts_NLk is not None:
+            host.experts_NLk[:num_tokens].copy_(self.experts_NLk[:num_tokens], non_blocking=True)
         host.event.record()
-        return GraphReplay(self, host, count)
+        return GraphReplay(self, host, count, num_tokens)
 
-    def take(self, host: _HostOutput, count: int) -> StepOutput:
-        """Wait for the device, return a copy of the first ``count`` rows, and use the buffer again."""
+    def take(self, host: _HostOutput, count: int, num_tokens: int) -> StepOutput:
+        """Wait for the device, return a copy of what ``fetch`` began to copy, and use the buffer again."""
         host.event.synchronize()
         tokens_R, logprobs_R = (part.numpy() for part in _split_samples(host.samples, self._rows))
-        experts = None if host.experts_RLk is None else _as_unsigned(host.experts_RLk[:count].numpy()).copy()
+        experts = None if host.experts_NLk is None else _as_unsigned(host.experts_NLk[:num_tokens].numpy()).copy()
         output = StepOutput(
             tokens_D=tokens_R[:count].copy(), logprobs_D=logprobs_R[:count].copy(), routed_experts_TLx=experts
         )
@@ -170,165 +136,15 @@ class _OutputBuffers:
 class GraphReplay:
     """A launched graph (an ``InflightStep``)."""
 
-    def __init__(self, outputs: _OutputBuffers, host: _HostOutput, count: int) -> None:
+    def __init__(self, outputs: _OutputBuffers, host: _HostOutput, count: int, num_tokens: int) -> None:
         self._outputs = outputs
         self._host = host
         self._count = count
+        self._num_tokens = num_tokens
 
     def result(self) -> StepOutput:
         """Wait for the device and return its output. Call once."""
-        return self._outputs.take(self._host, self._count)
-
-
-class StepInputs:
-    """The inputs of decode-only steps at fixed device addresses: the rows' columns, the block table, split-KV plans.
-
-    Padding rows use ``padding_slot``, which no request has, and write to ``padding_cache_loc``, in a page of no
-    request.
-    """
-
-    def __init__(
-        self,
-        *,
-        rows: int,
-        max_pages: int,
-        page_size: int,
-        padding_cache_loc: int,
-        padding_slot: int,
-        plans: SplitKVPlans,
-        device: torch.device,
-    ) -> None:
-        self.plans = plans
-        self.page_size = page_size
-        self.max_pages = max_pages
-        self._padding_cache_loc = padding_cache_loc
-        self._padding_slot = padding_slot
-        self._buffers = _InputBuffers(rows, device)
-        self._block_table_RM = torch.zeros(rows + 1, max_pages, dtype=torch.int32, device=device)
-        self._padding_table_index = self._block_table_RM.numel() - 1
-        self._sent_table_RM = np.zeros((rows, max_pages), np.int32)
-        self._rows_R = torch.arange(rows, dtype=torch.int32, device=device)
-
-    @property
-    def columns(self) -> dict[str, Tensor]:
-        """The columns on the device, by name."""
-        return self._buffers.columns
-
-    def choose_context(self, batch: ForwardBatch) -> int:
-        """Return the context that rows are padded to where torch computes attention."""
-        return choose_context(int(batch.starts_B.max()) + 1, self.page_size, self.max_pages)
-
-    def build_torch_metadata(self, step: StepMetadata, context: int, dtype: torch.dtype) -> DecodeMetadata:
-        """Return the metadata of torch attention for the rows of a step; part of what a graph captures."""
-        assert step.starts_B is not None
-        return DecodeMetadata(
-            step.starts_B,
-            step.slots_T,
-            step.block_table_BM[: len(step.slots_T)],
-            context=context,
-            page_size=self.page_size,
-            dtype=dtype,
-            padding_slot=self._padding_cache_loc,
-        )
-
-    def send(self, batch: ForwardBatch, batch_size: int, *, reads_plans: bool) -> None:
-        """Copy the rows of a batch, padded to ``batch_size``, to the device."""
-        count, size = len(batch.req_slots_B), self.page_size
-        sampling, starts_B = batch.sampling, batch.starts_B
-        columns = self._buffers.next()
-        last_page_B = batch.block_table_BM[np.arange(count), starts_B // size]
-        values: dict[str, tuple[Array, float]] = {
-            "tokens": (batch.tokens_T, 0),
-            "starts": (starts_B, 0),
-            "positions": (compute_rope_positions(batch, starts_B), 0),
-            "cache_locs": (last_page_B * size + starts_B % size, self._padding_cache_loc),
-            "req_slots": (batch.req_slots_B, self._padding_slot),
-            "top_k": (sampling.top_k_D, -1),
-            "temperature": (sampling.temperature_D, 1),
-            "uniform": (sampling.uniform_D, 0),
-            "top_p": (sampling.top_p_D, 1),
-            "min_p": (sampling.min_p_D, 0),
-        }
-        for name, (value, padding) in values.items():
-            columns[name][:count] = value
-            if count < batch_size:
-                columns[name][count:batch_size] = padding
-        self._update_block_table(batch.block_table_BM, columns)
-        self._buffers.send()
-        if reads_plans:
-            lengths_R = np.zeros(batch_size, np.int64)
-            lengths_R[:count] = starts_B + 1
-            pad = (0, batch_size - count)
-            self.plans.fill(lengths_R, np.pad(batch.group_B, pad, constant_values=-1), np.pad(batch.shared_B, pad))
-
-    def _update_block_table(self, block_table_BM: Ints, columns: dict[str, Array]) -> None:
-        """Send changed entries of the block table: in the input buffer if they fit, else the whole table."""
-        count, max_pages = block_table_BM.shape
-        sent_BM = self._sent_table_RM[:count, :max_pages]
-        rows, pages = (sent_BM != block_table_BM).nonzero()
-        columns["table_index"][:] = self._padding_table_index
-        if not len(rows):
-            return
-        if len(rows) <= _MAX_TABLE_UPDATES:
-            columns["table_index"][: len(rows)] = rows * self._sent_table_RM.shape[1] + pages
-            columns["table_pages"][: len(rows)] = block_table_BM[rows, pages]
-        else:
-            pinned_BM = torch.from_numpy(block_table_BM.astype(np.int32)).pin_memory()
-            self._block_table_RM[:count, :max_pages].copy_(pinned_BM, non_blocking=True)
-        sent_BM[rows, pages] = block_table_BM[rows, pages]
-
-    def send_padding(self, batch_size: int) -> None:
-        """Send inputs that consist of padding rows only."""
-        columns = self._buffers.next()
-        for name in (*_INT_COLUMNS, *_FLOAT_COLUMNS):
-            columns[name][:] = 0
-        columns["temperature"][:] = 1
-        columns["top_p"][:] = 1
-        columns["cache_locs"][:] = self._padding_cache_loc
-        columns["req_slots"][:] = self._padding_slot
-        columns["table_index"][:] = self._padding_table_index
-        self._buffers.send()
-        zeros = np.zeros(batch_size, np.int64)
-        self.plans.fill(zeros, zeros - 1, zeros)
-
-    def unpack(
-        self,
-        count: int,
-        last_tokens_S: Tensor,
-        *,
-        has_prefixes: bool,
-        states: RecurrentStatePool | None = None,
-    ) -> tuple[GraphInputs, StepMetadata]:
-        """Return the first ``count`` rows and the metadata of their attention; part of what a graph captures."""
-        columns = self.columns
-        inputs = unpack_graph_inputs(
-            columns["tokens"][:count],
-            columns["positions"][:count],
-            columns["cache_locs"][:count],
-            columns["req_slots"][:count],
-            last_tokens_S=last_tokens_S,
-            table_index_N=columns["table_index"],
-            pages_N=columns["table_pages"],
-            block_table_RM=self._block_table_RM,
-        )
-        starts_n = columns["starts"][:count]
-        step_states = None
-        if states is not None:
-            rows_n = inputs.req_slots_n.masked_fill(inputs.req_slots_n == self._padding_slot, states.rows - 1)
-            step_states = states.select_rows(rows_n, starts_n == 0)
-        step = StepMetadata(
-            slots_T=inputs.slots_n,
-            block_table_BM=self._block_table_RM,
-            req_slots_B=self._rows_R[:count],
-            num_decodes=count,
-            plans=self.plans,
-            has_prefixes=has_prefixes,
-            prefill_tiles=None,
-            page_size=self.page_size,
-            starts_B=starts_n,
-            states=step_states,
-        )
-        return inputs, step
+        return self._outputs.take(self._host, self._count, self._num_tokens)
 
 
 def capture_graph(
@@ -336,15 +152,19 @@ def capture_graph(
 ) -> CapturedGraph:
     """Capture ``forward`` over padding rows; with ``warm_up`` run it once before."""
     inputs.send_padding(batch_size)
+    return _record_graph(forward, inputs.plans, pool, warm_up=warm_up)
+
+
+def _record_graph(forward: Callable[[], None], plans: SplitKVPlans, pool: Any, *, warm_up: bool) -> CapturedGraph:
     if warm_up:
         # Compilers and libraries allocate on the first run, which a capture could not contain.
         forward()
         torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    inputs.plans.used = False
+    plans.used = False
     with _gc_disabled(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         forward()
-    return CapturedGraph(graph, inputs.plans.used)
+    return CapturedGraph(graph, plans.used)
 
 
 class CudaGraphRunner:
@@ -364,6 +184,7 @@ class CudaGraphRunner:
         inputs: StepInputs,
         last_tokens_S: Tensor,
         max_batch_size: int,
+        max_prefill_tokens: int,
         no_expert: Array | None,
         warmed_up: set[GraphKey],
         draft: Draft | None = None,
@@ -384,14 +205,21 @@ class CudaGraphRunner:
         self._batch_sizes = capture_batch_sizes(max_batch_size)
         device = last_tokens_S.device
         self._inputs = inputs
-        self._outputs = _OutputBuffers(max_batch_size, no_expert, device)
+        self.prefill_inputs = PrefillInputs(
+            inputs, max_tokens=max_prefill_tokens, max_rows=max_batch_size, device=device
+        )
+        max_tokens = max(max_batch_size, self.prefill_inputs.max_tokens)
+        self._outputs = _OutputBuffers(max_batch_size, max_tokens, no_expert, device)
         self._draft = draft
         self._lora = lora
+        if lora is not None:
+            lora.reserve_prefill_plans(self.prefill_inputs.max_tokens)
         self.features_RF: Tensor | None = None
         if draft is not None:
             dtype = decoder.embedding.weight.dtype
             self.features_RF = torch.zeros(max_batch_size, draft.spec.feature_size, dtype=dtype, device=device)
         self._graphs: dict[GraphKey, CapturedGraph] = {}
+        self._eager_prefills = Counter[GraphKey]()
         self._pool = torch.cuda.graph_pool_handle()
 
     @property
@@ -399,51 +227,119 @@ class CudaGraphRunner:
         return bool(self._graphs)
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Return whether a step can run as a graph: decode-only, and computed by this rank alone.
+        """Return whether a step can run as a graph: computed by this rank alone, and decode-only or plain prefill.
 
         Drafted tokens of a model with recurrent layers are scanned one behind the other, as many as there are.
         """
-        if not (batch.decode_only and self.supported and batch.draft_states is None):
+        if not self.supported or batch.draft_states is not None:
             return False
-        return not self._torch_attention or self._fits_torch_attention(batch)
+        if batch.decode_only:
+            return not self._torch_attention or self._fits_torch_attention(batch)
+        return self._choose_prefill_shape(batch) is not None
+
+    @property
+    def captures_prefill(self) -> bool:
+        """Whether steps with prefill run as graphs: not those of recurrent layers, torch attention or draft heads."""
+        return self.supported and self._states is None and not self._torch_attention and self._draft is None
 
     def _fits_torch_attention(self, batch: ForwardBatch) -> bool:
         """Whether the padded contexts of all rows are few enough tokens for torch attention in a graph."""
-        return self._round_batch_size(batch) * self._inputs.choose_context(batch) <= _MAX_CONTEXT_TOKENS
+        return self._round_batch_size(batch) * self._choose_context(batch) <= _MAX_CONTEXT_TOKENS
 
     def _round_batch_size(self, batch: ForwardBatch) -> int:
         return self._batch_sizes[bisect_left(self._batch_sizes, len(batch.req_slots_B))]
 
-    def replay(self, batch: ForwardBatch) -> GraphReplay:
-        """Launch a step, capturing its graph on first use; nothing waits for the device."""
-        count = len(batch.req_slots_B)
-        batch_size = self._round_batch_size(batch)
-        has_filter = bool(batch.sampling.has_filter_D.any())
-        has_prefixes = bool(batch.shared_B.any()) and not self._torch_attention
-        context = self._inputs.choose_context(batch) if self._torch_attention else 0
-        key = GraphKey(batch_size, has_prefixes, has_filter, batch.lora is not None, context)
+    def _choose_context(self, batch: ForwardBatch) -> int:
+        """Return the context that rows are padded to where torch computes attention, else 0."""
+        if not self._torch_attention:
+            return 0
+        return choose_context(int(batch.starts_B.max()) + 1, self._inputs.page_size, self._inputs.max_pages)
+
+    def _choose_prefill_shape(self, batch: ForwardBatch) -> PrefillShape | None:
+        """Return the padded size of a step with prefill; None if it is too large, or computes what no graph does.
+
+        These are edited logits, log-probs other than the sampled ones, and images.
+        """
+        extras = (batch.logit_edits, batch.logprob_queries, batch.prompt_scoring, batch.vision)
+        is_plain = all(each is None for each in extras) and self.captures_prefill
+        if not is_plain or batch.rope_positions_3T is not None or batch.visible_ends_T is not None:
+            return None
+        return self.prefill_inputs.choose_shape(batch)
+
+    def _choose_key(self, batch: ForwardBatch) -> GraphKey:
+        has_filter, has_lora = bool(batch.sampling.has_filter_D.any()), batch.lora is not None
+        if batch.decode_only:
+            has_prefixes = bool(batch.shared_B.any()) and not self._torch_attention
+            context = self._choose_context(batch)
+            return GraphKey(self._round_batch_size(batch), has_prefixes, has_filter, has_lora, context=context)
+        shape = self._choose_prefill_shape(batch)
+        assert shape is not None, "the step cannot run as a graph"
+        return GraphKey(shape.num_rows, True, has_filter, has_lora, shape.num_tokens)
+
+    def launch(self, batch: ForwardBatch) -> GraphReplay:
+        """Launch a step, as a graph, which is captured on first use or, with prefill, when a size comes again.
+
+        Nothing waits for the device, unless a graph is captured.
+        """
+        key = self._choose_key(batch)
         captured = self._graphs.get(key)
-        if captured is None:
+        if captured is None and self._may_capture(key):
             captured = self._capture(key)
-        self._inputs.send(batch, batch_size, reads_plans=captured.reads_plans)
-        if self._lora is not None and batch.lora is not None:
-            self._lora.send_static_plan(batch.lora, batch_size)
-        captured.graph.replay()
-        return self._outputs.fetch(count)
+        self._send(batch, key, reads_plans=captured is None or captured.reads_plans)
+        if captured is None:
+            self._run_eager(key)
+        else:
+            captured.graph.replay()
+        return self._outputs.fetch(len(batch.rows_D), len(batch.tokens_T))
+
+    def _send(self, batch: ForwardBatch, key: GraphKey, *, reads_plans: bool) -> None:
+        """Copy a step to where its graph reads it."""
+        lora, adapters = self._lora, batch.lora
+        if key.num_tokens:
+            self.prefill_inputs.send(batch, key.prefill_shape)
+        else:
+            self._inputs.send(batch, key.batch_size, reads_plans=reads_plans)
+        if lora is None or adapters is None:
+            return
+        if key.num_tokens:
+            lora.send_prefill_plan(adapters, batch.counts_B, batch.rows_D, **key.prefill_shape._asdict())
+        else:
+            lora.send_static_plan(adapters, key.batch_size)
+
+    def _may_capture(self, key: GraphKey) -> bool:
+        """Return whether a step that has no graph is captured now."""
+        if not key.num_tokens:
+            return True
+        num_graphs = sum(each.num_tokens > 0 for each in self._graphs)
+        return self._eager_prefills[key] >= _EAGER_PREFILLS and num_graphs < _MAX_PREFILL_GRAPHS
+
+    @torch.inference_mode()
+    def _run_eager(self, key: GraphKey) -> None:
+        """Run a padded step with prefill kernel by kernel."""
+        self._forward(key)
+        self._warmed_up.add(key)
+        self._eager_prefills[key] += 1
 
     def capture_all(self) -> Iterator[tuple[int, int]]:
-        """Capture every batch size, the largest first; yield the number done and the total.
+        """Capture every batch size and number of tokens, the largest first; yield the number done and the total.
 
         Where torch computes attention only those of the shortest context: others are captured when they occur.
         """
+        shapes = self.prefill_inputs.common_shapes if self.captures_prefill else []
+        with_lora = (False,) if self._lora is None else (False, True)
+        keys = [
+            GraphKey(shape.num_rows, True, False, has_lora, shape.num_tokens)
+            for shape in reversed(shapes)
+            for has_lora in with_lora
+        ]
         context = 0
         if self._torch_attention:
             context = choose_context(1, self._inputs.page_size, self._inputs.max_pages)
-        keys = [
-            GraphKey(size, prefixes, False, has_lora, context)
+        keys += [
+            GraphKey(size, prefixes, False, has_lora, context=context)
             for size in reversed(self._batch_sizes)
             for prefixes in ((False,) if self._torch_attention else (False, True))
-            for has_lora in ((False,) if self._lora is None else (False, True))
+            for has_lora in with_lora
         ]
         for done, key in enumerate(keys if self.supported else ()):
             if key not in self._graphs:
@@ -453,6 +349,7 @@ class CudaGraphRunner:
     def invalidate(self) -> None:
         """Drop all graphs, because the weights move to other addresses."""
         self._graphs.clear()
+        self._eager_prefills.clear()
         # A library that keeps memory of the old pool would keep it from being reused.
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -460,18 +357,30 @@ class CudaGraphRunner:
 
     @torch.inference_mode()
     def _capture(self, key: GraphKey) -> CapturedGraph:
+        def forward() -> None:
+            self._forward(key)
+
         warm_up = key not in self._warmed_up
         if self._lora is not None:
             self._lora.clear_static_plan()
-        captured = capture_graph(lambda: self._forward(key), self._inputs, key.batch_size, self._pool, warm_up=warm_up)
+        if key.num_tokens:
+            self.prefill_inputs.send_padding(key.prefill_shape)
+            captured = _record_graph(forward, self._inputs.plans, self._pool, warm_up=warm_up)
+        else:
+            captured = capture_graph(forward, self._inputs, key.batch_size, self._pool, warm_up=warm_up)
         self._warmed_up.add(key)
         self._graphs[key] = captured
         return captured
 
     def _forward(self, key: GraphKey) -> None:
-        """The computation of one graph: unpack inputs, decode, sample, store outputs."""
-        n, columns = key.batch_size, self._inputs.columns
-        inputs, step = self._inputs.unpack(n, self._last_tokens_S, has_prefixes=key.has_prefixes, states=self._states)
+        """The computation of one graph: unpack inputs, run the decoder, sample, store outputs."""
+        n, last_tokens_S = key.batch_size, self._last_tokens_S
+        if key.num_tokens:
+            columns = self.prefill_inputs.get_columns(key.prefill_shape)
+            inputs, step = self.prefill_inputs.unpack(key.prefill_shape, last_tokens_S, has_prefixes=key.has_prefixes)
+        else:
+            columns = self._inputs.columns
+            inputs, step = self._inputs.unpack(n, last_tokens_S, has_prefixes=key.has_prefixes, states=self._states)
         routing = Routing(record=True) if self._record_experts else None
         decoder, outputs = self._decoder, self._outputs
         invariant = decoder.numerics.batch_invariant
@@ -481,12 +390,17 @@ class CudaGraphRunner:
         else:
             attention = (BatchInvariantTritonBackend if invariant else TritonAttentionBackend)(self.cache, step)
         capture = None if self._draft is None else self._draft.new_capture()
-        if self._lora is not None:
+        if self._lora is not None and key.has_lora and key.num_tokens:
+            self._lora.use_prefill_plan(key.num_tokens)
+        elif self._lora is not None:
             self._lora.use_static_plan(n if key.has_lora else 0)
-        hidden_nD = decoder(inputs.tokens_n, inputs.positions_n, attention, routing, capture=capture)
+        hidden_TD = decoder(inputs.tokens_n, inputs.positions_n, attention, routing, capture=capture)
         if self._draft is not None and self.features_RF is not None:
-            self.features_RF[:n] = self._draft.features(hidden_nD, capture)
-        adapter = decoder.head_lora() if self._lora is None else self._lora.build_logit_adapter()
+            self.features_RF[:n] = self._draft.features(hidden_TD, capture)
+        hidden_nD = hidden_TD.index_select(0, columns["sampled_rows"]) if key.num_tokens else hidden_TD
+        adapter = decoder.head_lora()
+        if self._lora is not None:
+            adapter = self._lora.build_logit_adapter(num_sampled=n if key.num_tokens else 0)
         softcap, numerics = decoder.spec.logit_softcap, decoder.numerics
         sample_fn = batch_invariant_sampling.sample_tokens if invariant else sample_tokens
         sample_fn(
@@ -500,9 +414,10 @@ class CudaGraphRunner:
             tokens_out_B=outputs.tokens_R[:n],
             logprobs_out_B=outputs.logprobs_R[:n],
         )
-        self._last_tokens_S.index_copy_(0, inputs.req_slots_n, outputs.tokens_R[:n])
-        if routing is not None and outputs.experts_RLk is not None:
-            outputs.experts_RLk[:n] = torch.stack(routing.recorded, 1)
+        req_slots_n = columns["sampled_slots"].long() if key.num_tokens else inputs.req_slots_n
+        last_tokens_S.index_copy_(0, req_slots_n, outputs.tokens_R[:n])
+        if routing is not None and outputs.experts_NLk is not None:
+            outputs.experts_NLk[: len(hidden_TD)] = torch.stack(routing.recorded, 1)
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from miles.backends.native.engine.forward_batch import ForwardBatch, SamplingBatch, compute_positions
 from miles.backends.native.engine.request import Ints
-from miles.backends.native.runner.cuda_graph import CapturedGraph, StepInputs, capture_batch_sizes, capture_graph
+from miles.backends.native.runner.cuda_graph import CapturedGraph, capture_batch_sizes, capture_graph
+from miles.backends.native.runner.step_inputs import StepInputs
 from miles.kernels.attention.gpu_backend import TritonAttentionBackend
 from miles.kernels.batch_invariant import sampling as batch_invariant_sampling
 from miles.kernels.batch_invariant.paged_attention import BatchInvariantTritonBackend

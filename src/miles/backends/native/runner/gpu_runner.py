@@ -13,9 +13,10 @@ from torch import Tensor
 
 from miles.backends.native.engine.forward_batch import ForwardBatch, SamplingBatch
 from miles.backends.native.engine.request import Ints
-from miles.backends.native.runner.cuda_graph import CudaGraphRunner, GraphKey, StepInputs
+from miles.backends.native.runner.cuda_graph import CudaGraphRunner, GraphKey
 from miles.backends.native.runner.lora import LoraRunner
 from miles.backends.native.runner.sampler import SendArrays
+from miles.backends.native.runner.step_inputs import StepInputs
 from miles.core.types import Array
 from miles.kernels.attention.gpu_backend import DecodeShape, SplitKVPlans, StepMetadata, TritonAttentionBackend
 from miles.kernels.attention.mla import count_head_tiles
@@ -27,18 +28,11 @@ from miles.kernels.numerics import Numerics
 from miles.kernels.runtime.kv_cache import PagedKVCache, RecurrentStatePool, StepStates
 from miles.kernels.runtime.triton_compat import HAVE_TRITON, count_sms
 from miles.kernels.sampling.sample import sample_tokens
+from miles.models.accounting.cuda_graphs import count_prefill_graph_tokens, has_graph_kernels
 from miles.models.base import CausalLM
 from miles.models.decoder import Decoder
 from miles.models.draft.base import Draft
-from miles.models.spec import (
-    AttentionSpec,
-    DecoderSpec,
-    GatedDeltaNetSpec,
-    KimiDeltaSpec,
-    MambaSpec,
-    MlaSpec,
-    ShortConvSpec,
-)
+from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec
 
 # Queries per tile of a shared prefix; with 4-byte dtypes and MLA latents fewer fit into an SM.
 _PREFIX_QUERIES, _WIDE_PREFIX_QUERIES = 64, 16
@@ -67,6 +61,7 @@ class GpuRunner:
         plans = BatchInvariantSplitKVPlans if numerics.batch_invariant else SplitKVPlans
         shapes = _decode_shapes(spec, dtype, numerics) if has_attention_kernels else {}
         self._plans = plans(shapes, max_rows=num_slots, device=device, sms=count_sms(device))
+        self._spec = spec
         self._num_slots = num_slots
         self._max_pages = max_pages
         self._page_size = page_size
@@ -93,6 +88,7 @@ class GpuRunner:
             inputs=self.build_step_inputs(last_tokens_S, padding_page),
             last_tokens_S=last_tokens_S,
             max_batch_size=self._num_slots,
+            max_prefill_tokens=min(count_prefill_graph_tokens(self._spec), padding_page * self._page_size),
             no_expert=no_expert,
             warmed_up=self._warmed_up,
             draft=draft,
@@ -177,14 +173,8 @@ def supports_gpu_kernels(spec: DecoderSpec, model: CausalLM, device: torch.devic
         return False
     mixers = [layer.mixer for layer in spec.layers]
     max_head_dim = MAX_HEAD_DIM if model.embedding.weight.dtype.itemsize == 2 else MAX_FP32_HEAD_DIM
-    dense = all(
-        mixer is None
-        or isinstance(mixer, GatedDeltaNetSpec | KimiDeltaSpec | MambaSpec | ShortConvSpec)
-        or (isinstance(mixer, AttentionSpec) and mixer.head_dim <= max_head_dim and mixer.indexer is None)
-        or (isinstance(mixer, MlaSpec) and mixer.indexer is None)
-        for mixer in mixers
-    )
-    return device.type == "cuda" and HAVE_TRITON and dense
+    fits = all(not isinstance(mixer, AttentionSpec) or mixer.head_dim <= max_head_dim for mixer in mixers)
+    return device.type == "cuda" and HAVE_TRITON and has_graph_kernels(spec) and fits
 
 
 def supports_torch_decode_graphs(model: CausalLM, device: torch.device, numerics: Numerics) -> bool:

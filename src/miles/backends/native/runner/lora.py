@@ -184,7 +184,9 @@ class LoraRunner:
         }
         self._host: dict[int, dict[str, _HostFactors]] = {}
         self._slots_T: Ints = np.zeros(0, np.int64)
-        self._static = _StaticPlans(max_rows, shape.num_slots, device, self._numerics)
+        # Of decode steps, and of the sampled rows of steps with prefill, whose tokens have plans by the rows of a tile.
+        self._static = self._build_static_plans(max_rows, choose_tile_rows(1, device, self._numerics))
+        self._prefill_plans: dict[int, _StaticPlans] = {}
         self.attach(True)  # norms in front of quantized projections keep what adapters read
         for layer in decoder.layers:
             assert isinstance(layer, DecoderLayer)
@@ -306,14 +308,16 @@ class LoraRunner:
         self._slots_T = np.repeat(batch.slots_B, counts_B)
         return self._build_row_plan(self._slots_T)
 
-    def build_logit_adapter(self, rows_R: Ints | None = None) -> LogitAdapter | None:
+    def build_logit_adapter(self, rows_R: Ints | None = None, *, num_sampled: int = 0) -> LogitAdapter | None:
         """Return what adds the step's adapters of the output layer to the logits of these rows; None if it has none.
 
-        Without rows they are all rows of the step, as in CUDA graphs.
+        Without rows they are all rows of the step, as in CUDA graphs; in those of steps with prefill ``num_sampled``.
         """
         head, plan = self._head, self._step.plan
         if head is None or plan is None:
             return None
+        if num_sampled:
+            plan = self._static.view(num_sampled)
         if rows_R is not None:
             plan = self._build_row_plan(self._slots_T[rows_R])
         return lambda logits_RV, hidden_RD: add_grouped_lora(logits_RV, hidden_RD, head, plan, numerics=self._numerics)
@@ -329,17 +333,42 @@ class LoraRunner:
         splits = None if len(tiles_G3) < _MANY_TILES else 1
         return LoraPlan(rows_T=rows, tiles_G3=tiles.view(-1, 3), tile_rows=tile_rows, splits=splits, slots_T=slots)
 
+    def _build_static_plans(self, max_rows: int, tile_rows: int) -> _StaticPlans:
+        return _StaticPlans(max_rows, self._shape.num_slots, self._device, tile_rows)
+
+    def reserve_prefill_plans(self, max_tokens: int) -> None:
+        """Allocate the plans of CUDA graphs of steps with prefill, of up to ``max_tokens`` tokens."""
+        for num_tokens in (1, max_tokens):
+            tile_rows = choose_tile_rows(num_tokens, self._device, self._numerics)
+            self._prefill_plans[tile_rows] = self._build_static_plans(max_tokens, tile_rows)
+
+    def _get_prefill_plans(self, num_tokens: int) -> _StaticPlans:
+        return self._prefill_plans[choose_tile_rows(num_tokens, self._device, self._numerics)]
+
+    def send_prefill_plan(
+        self, batch: LoraBatch, counts_B: Ints, rows_D: Ints, *, num_tokens: int, num_rows: int
+    ) -> None:
+        """Copy the plans of a step with prefill, which samples from ``rows_D``, to where its CUDA graph reads them."""
+        slots_T = np.repeat(batch.slots_B, counts_B)
+        self._get_prefill_plans(num_tokens).send(slots_T, num_tokens)
+        self._static.send(slots_T[rows_D], num_rows)
+
     def send_static_plan(self, batch: LoraBatch, num_rows: int) -> None:
         """Copy the plan of a decode step to where its CUDA graph of ``num_rows`` rows reads it."""
         self._static.send(batch.slots_B, num_rows)
 
     def clear_static_plan(self) -> None:
         """Let no row of a CUDA graph have an adapter: the rows of the last step may be more than the graph has."""
-        self._static.send(np.zeros(0, np.int64), 0)
+        for plans in (self._static, *self._prefill_plans.values()):
+            plans.send(np.zeros(0, np.int64), 0)
 
     def use_static_plan(self, num_rows: int) -> None:
         """Let the projections read the plan of CUDA graphs with ``num_rows`` rows; 0 is a graph without adapters."""
         self.use_plan(self._static.view(num_rows) if num_rows else None)
+
+    def use_prefill_plan(self, num_tokens: int) -> None:
+        """Let the projections read the plan of CUDA graphs of steps with prefill of so many tokens."""
+        self.use_plan(self._get_prefill_plans(num_tokens).view(num_tokens))
 
     def use_plan(self, plan: LoraPlan | None) -> None:
         """Let the projections read this plan; None is a step without adapters."""
@@ -360,9 +389,9 @@ class LoraRunner:
 class _StaticPlans:
     """The plans of CUDA graphs: a buffer on the device, several in pinned host memory; padding rows have no adapter."""
 
-    def __init__(self, max_rows: int, num_slots: int, device: torch.device, numerics: Numerics) -> None:
+    def __init__(self, max_rows: int, num_slots: int, device: torch.device, tile_rows: int) -> None:
         self._num_slots = num_slots
-        self._tile_rows = choose_tile_rows(1, device, numerics)
+        self._tile_rows = tile_rows
         self._max_tiles = count_tiles(max_rows, num_slots, self._tile_rows)
         self._max_rows = max_rows
         size = 3 * self._max_tiles + 2 * max_rows

@@ -253,6 +253,11 @@ class ModelRunner:
         """Whether decode-only steps run as CUDA graphs."""
         return self._graphs is not None and self._graphs.supported
 
+    @property
+    def captures_prefill(self) -> bool:
+        """Whether steps with prefill run as CUDA graphs, if they are not too large."""
+        return self._graphs is not None and self._graphs.captures_prefill
+
     def allocate(self) -> None:
         """Allocate the KV cache and recurrent states, at the same addresses as before if CUDA graphs need that."""
         if self._vmm is not None and self._kept_cache is not None:
@@ -411,7 +416,7 @@ class ModelRunner:
             self.lora.load_slots(batch.lora)
         if self._graphs is not None and self._graphs.can_run(batch):
             self.features_TF = self._graphs.features_RF
-            return self._graphs.replay(batch)
+            return self._graphs.launch(batch)
         return self._run_eager(batch)
 
     @torch.inference_mode()
