@@ -10,6 +10,7 @@ Shapes: R rows of the largest graph, n of one, M pages of the longest sequence, 
 from __future__ import annotations
 
 import gc
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -335,6 +336,7 @@ class CudaGraphRunner:
             dtype = decoder.embedding.weight.dtype
             self.features_RF = torch.zeros(max_batch_size, draft.spec.feature_size, dtype=dtype, device=device)
         self._graphs: dict[GraphKey, CapturedGraph] = {}
+        self.captures, self.capture_seconds = 0, 0.0
         self._pool = torch.cuda.graph_pool_handle()
 
     @property
@@ -383,12 +385,14 @@ class CudaGraphRunner:
 
     @torch.inference_mode()
     def _capture(self, key: GraphKey) -> CapturedGraph:
-        warm_up = key not in self._warmed_up
+        started, warm_up = time.perf_counter(), key not in self._warmed_up
         if self._lora is not None:
             self._lora.clear_static_plan()
         captured = capture_graph(lambda: self._forward(key), self._inputs, key.batch_size, self._pool, warm_up=warm_up)
         self._warmed_up.add(key)
         self._graphs[key] = captured
+        self.captures += 1
+        self.capture_seconds += time.perf_counter() - started
         return captured
 
     def _forward(self, key: GraphKey) -> None:

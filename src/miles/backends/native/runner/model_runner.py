@@ -294,6 +294,13 @@ class ModelRunner:
             self.allocate()
 
     @property
+    def graph_counters(self) -> Mapping[str, float]:
+        """The CUDA graphs captured so far, and the seconds that took."""
+        if self._graphs is None:
+            return {}
+        return {"graphs_captured": float(self._graphs.captures), "graph_seconds": self._graphs.capture_seconds}
+
+    @property
     def num_encoded_images(self) -> int:
         """Images that the vision tower has encoded so far."""
         return 0 if self.images is None else self.images.num_encoded
