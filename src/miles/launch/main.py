@@ -44,6 +44,7 @@ from miles.launch.config import (
     ViewRoot,
 )
 from miles.launch.essential_options import ESSENTIAL_OPTIONS
+from miles.launch.precompile.process import start_precompilation
 from miles.launch.read_config import find_run, read, read_options, read_without_rules
 from miles.launch.runtime import supervisor
 from miles.launch.runtime.signals import StopSignal, exit_code_from_signal
@@ -133,11 +134,12 @@ def _train(argv: list[str]) -> int:
                 argv, plan.run_dir, max_restarts=faults.max_restarts, heartbeat_timeout=faults.heartbeat_timeout
             )
         supervisor.start_supervised_heartbeat()
+        precompilation = start_precompilation(argv, config)
         timer.lap("config")
         from miles.launch.commands.train import train
 
         timer.lap("imports")
-        return train(config, plan, origins, timer)
+        return train(config, plan, origins, timer, precompilation)
 
 
 def _plan(argv: list[str]) -> int:

@@ -1,8 +1,9 @@
 """Start-up timer: wall-clock phases from the start of the process to the end of its first training step.
 
-    config, imports, run_dir, tokenizer, prompts, weights, engine, trainer, loop: until the loop starts
-    first_sync                                        the first weights of the engines, and evaluation before training
-    first_rollout, first_train, first_publish         the first step
+    config, imports, run_dir, tokenizer, prompts, weights, engine, trainer, loop    until the loop is built
+    kernels                                      waiting for kernels that are compiled in other processes
+    first_sync                                   the first weights of the engines, and evaluation before training
+    first_rollout, first_train, first_publish    the first step
 
 Phases follow each other and add up to ``start/total``. Compiling kernels and capturing CUDA graphs happen inside of
 phases, mostly in the first rollout and the first training step, and are counted apart.

@@ -40,6 +40,7 @@ from miles.launch.plan.drafts import choose_speculation, is_repeatable
 from miles.launch.plan.plan import Plan, build_plan, choose_parity_tolerance, count_samples_per_prompt
 from miles.launch.plan.topology import get_split, is_remote, restore_split
 from miles.launch.policies.config import get_main_config
+from miles.launch.precompile.process import Precompilation
 from miles.launch.rules.model import HUB_TOKEN
 from miles.launch.rules.paths import find_newest_checkpoint
 from miles.launch.runtime.gc_tuning import reduce_gc
@@ -73,20 +74,28 @@ from miles.schedule.loop import Loop
 if TYPE_CHECKING:
     from miles.backends.remote.server_profiler import ServerProfiler
 
+# After this time a run compiles its kernels itself.
+_PRECOMPILE_SECONDS = 30.0
 UPLOAD_FAILED = 3
 """Exit status of a run that finished but was not uploaded."""
 StopCondition = Callable[[Event], bool]
 """Called with every event; the loop stops soon after it returns true."""
 
 
-def train(config: Config, plan: Plan, origins: Mapping[str, str], timer: StartTimer) -> int:
+def train(
+    config: Config,
+    plan: Plan,
+    origins: Mapping[str, str],
+    timer: StartTimer | None = None,
+    precompilation: Precompilation | None = None,
+) -> int:
     """Run a training command; 0 when it finished, 3 when only its upload failed, 128 + signal if one stopped it."""
     view = build_view(config.observe.view, parity_tolerance=choose_parity_tolerance(config))
     signals = StopSignals(view.note, view.close)
     for line in format_flag_outcomes(list_flag_outcomes(get_main_config(config))):
         view.note(line)
     try:
-        finished = run(config, plan, origins, view=view, signals=signals, timer=timer)
+        finished = run(config, plan, origins, view=view, signals=signals, timer=timer, precompilation=precompilation)
     finally:
         view.close()
     directory = plan.run_dir
@@ -139,10 +148,12 @@ def run(
     stop_when: StopCondition | None = None,
     signals: StopSignals | None = None,
     timer: StartTimer | None = None,
+    precompilation: Precompilation | None = None,
 ) -> bool:
     """Run the loop to its end or until it is stopped; true when it reached its end.
 
-    The phases of its start, from the start of ``timer``, are part of the timings of its first step.
+    The phases of its start, from the start of ``timer``, are part of the timings of its first step, which waits for
+    the kernels of ``precompilation``.
     """
     timer = timer or StartTimer()
     watch_compilation(timer.add)
@@ -192,6 +203,7 @@ def run(
                 stop_when=stop_when,
                 signals=signals,
                 timer=timer,
+                precompilation=precompilation,
             )
             finished = asyncio.run(work)
             if finished:
@@ -240,6 +252,7 @@ async def _run(
     stop_when: StopCondition | None,
     signals: StopSignals,
     timer: StartTimer,
+    precompilation: Precompilation | None,
 ) -> bool:
     with storage_errors(directory.path):
         stack_dump.create_dump_dir(directory.path / "logs" / "stacks", "driver")
@@ -277,6 +290,9 @@ async def _run(
         try:
             _print_start(training, start, resumed, view)
             timer.lap("loop")
+            if precompilation is not None:
+                await asyncio.to_thread(precompilation.wait, _PRECOMPILE_SECONDS)
+                timer.lap("kernels")
             with (
                 signals.stopping(training.loop.stop_soon),
                 stopper.stopping(training.loop),

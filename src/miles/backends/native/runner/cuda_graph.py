@@ -364,16 +364,26 @@ class CudaGraphRunner:
 
     def capture_all(self) -> Iterator[tuple[int, int]]:
         """Capture every batch size, the largest first; yield the number done and the total."""
-        keys = [
+        keys = self.list_keys() if self.supported else []
+        for done, key in enumerate(keys):
+            if key not in self._graphs:
+                self._capture(key)
+            yield done + 1, len(keys)
+
+    def list_keys(self) -> list[GraphKey]:
+        """Return what graphs of requests without filters are captured for, the largest batch size first."""
+        return [
             GraphKey(size, prefixes, False, has_lora)
             for size in reversed(self._batch_sizes)
             for prefixes in (False, True)
             for has_lora in ((False,) if self._lora is None else (False, True))
         ]
-        for done, key in enumerate(keys if self.supported else ()):
-            if key not in self._graphs:
-                self._capture(key)
-            yield done + 1, len(keys)
+
+    @torch.inference_mode()
+    def run_padding(self, key: GraphKey) -> None:
+        """Compute what a graph contains once, eagerly, on padding rows."""
+        self._inputs.send_padding(key.batch_size)
+        self._forward(key)
 
     def invalidate(self) -> None:
         """Drop all graphs, because the weights move to other addresses."""

@@ -263,19 +263,18 @@ class ModelRunner:
         )
         if self._gpu is not None and self._use_cuda_graphs:
             self._kept_cache = self._cache
-            self._build_graphs()
+            self._graphs = self.build_graphs()
         states = {
             key: _state_shapes(layout, self.dtype) for key, layout in list_states(self.spec, self.numerics).items()
         }
         self._states = RecurrentStatePool(states, slots=self._num_states, device=self.device) if states else None
 
-    def _build_graphs(self) -> None:
-        """Create the CUDA graphs over a new cache."""
-        assert self._gpu is not None and self._cache is not None
-        if isinstance(self.decoder, Decoder):
-            self._graphs = self._gpu.build_graph_runner(
-                self.decoder, self._cache, self.last_tokens_S, self._num_pages, self.no_expert, self.draft, self.lora
-            )
+    def build_graphs(self) -> CudaGraphRunner:
+        """Return the CUDA graphs over the cache, before any is captured; of a model that the GPU kernels serve."""
+        assert self._gpu is not None and self._cache is not None and isinstance(self.decoder, Decoder)
+        return self._gpu.build_graph_runner(
+            self.decoder, self._cache, self.last_tokens_S, self._num_pages, self.no_expert, self.draft, self.lora
+        )
 
     def free(self) -> None:
         """Release the memory of the KV cache, recurrent states and features of images; their content is lost."""
