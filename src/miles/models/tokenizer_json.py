@@ -117,7 +117,7 @@ def _is_plain(model: dict[str, Any], config: dict[str, Any], tokenizer: dict[str
     if tokenizer.get("truncation") is not None or tokenizer.get("padding") is not None:
         return False
     if name in _GENERIC_CLASSES:
-        return kind in _GENERIC_MODELS and tokenizer.get("post_processor") is not None
+        return kind in _GENERIC_MODELS
     return name in _QWEN_CLASSES and kind in _QWEN_MODELS and _is_qwen(tokenizer)
 
 

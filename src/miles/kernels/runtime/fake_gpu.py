@@ -6,10 +6,11 @@ the GPU, up to the kernels that it would launch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -90,6 +91,13 @@ class _FakeGpuMode(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             self.in_torch = outside
+
+
+def stub_dynamo() -> None:
+    """Keep meta tensors of this process from importing torch.compile, which would take longer than all else."""
+    stub = ModuleType("torch._dynamo")
+    stub.disable = lambda function, *_, **__: function  # pyright: ignore[reportAttributeAccessIssue]
+    sys.modules.setdefault("torch._dynamo", stub)
 
 
 def _replace_device(value: Any) -> Any:

@@ -27,7 +27,7 @@ from miles.backends.native.runner.model_runner import ModelRunner
 from miles.kernels.attention.gather_rows import index_rows
 from miles.kernels.numerics import Numerics
 from miles.kernels.runtime.checksum import compute_checksums
-from miles.kernels.runtime.fake_gpu import DEVICE, Target, fake_gpu
+from miles.kernels.runtime.fake_gpu import DEVICE, Target, fake_gpu, stub_dynamo
 from miles.launch.config import Config
 from miles.launch.precompile.compiler import ParallelCompiler
 from miles.launch.read_config import read_without_rules
@@ -202,6 +202,7 @@ def _read_cache_key() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
+    stub_dynamo()
     hashing = threading.Thread(target=_read_cache_key)
     hashing.start()
     config = read_without_rules(argv)
