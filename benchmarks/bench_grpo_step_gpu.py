@@ -5,8 +5,8 @@
 
 32 prompts x 8 responses, one update, in step, everything on that is on by default: parity check, digests, rollout
 files, metrics, trace. TOKENIZER is a folder with a tokenizer of fewer tokens than the model has; rewards are random.
-Prints the seconds from the command to the end of the first step, and the median of the later steps by part, beside the
-least time that the device's peaks allow (``limit/...`` of ``timings.jsonl``).
+Prints the seconds from the command to the end of the first step by phase (``start/...`` of ``timings.jsonl``), and the
+median of the later steps by part, beside the least time that the device's peaks allow (``limit/...``).
 """
 
 from __future__ import annotations
@@ -83,7 +83,11 @@ def run_steps(args: argparse.Namespace, root: Path) -> tuple[float, list[dict[st
 
 def show(first: float, steps: list[dict[str, float]]) -> None:
     later = steps[2:]
-    print(f"first step after {first:.1f} s; median of {len(later)} later steps:")
+    print(f"first step after {first:.1f} s:")
+    for name, value in steps[0].items():
+        if name.startswith("start/"):
+            print(f"  {name:44} {value:10.4f}")
+    print(f"median of {len(later)} later steps:")
     for name in sorted(later[-1]):
         print(f"  {name:44} {statistics.median(step[name] for step in later if name in step):10.4f}")
 

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from miles.core.events import Saved
-from miles.models.checkpoint.torch_dist import find_torch_dist, format_iteration, write_tracker
+from miles.models.checkpoint.torch_dist_folders import find_torch_dist, format_iteration, write_tracker
 from miles.schedule.iteration_tracker import IterationTracker
 
 

@@ -44,10 +44,12 @@ from miles.launch.config import (
     ViewRoot,
 )
 from miles.launch.essential_options import ESSENTIAL_OPTIONS
+from miles.launch.precompile.process import start_precompilation
 from miles.launch.read_config import find_run, read, read_options, read_without_rules
 from miles.launch.runtime import supervisor
 from miles.launch.runtime.signals import StopSignal, exit_code_from_signal
 from miles.observe.output import discard_if_lost, drop_output_errors, is_reader_gone, print_error
+from miles.observe.start_timer import StartTimer, read_process_age
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,6 +125,7 @@ def _ignoring_lost_output() -> Iterator[None]:
 
 
 def _train(argv: list[str]) -> int:
+    timer = StartTimer(age=read_process_age())
     config, plan, origins = read("train", argv)
     faults = config.fault_tolerance
     with _ignoring_lost_output():
@@ -131,9 +134,12 @@ def _train(argv: list[str]) -> int:
                 argv, plan.run_dir, max_restarts=faults.max_restarts, heartbeat_timeout=faults.heartbeat_timeout
             )
         supervisor.start_supervised_heartbeat()
+        precompilation = start_precompilation(argv, config)
+        timer.lap("config")
         from miles.launch.commands.train import train
 
-        return train(config, plan, origins)
+        timer.lap("imports")
+        return train(config, plan, origins, timer, precompilation)
 
 
 def _plan(argv: list[str]) -> int:

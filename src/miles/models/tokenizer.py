@@ -1,18 +1,28 @@
-"""The checkpoint's own tokenizer behind core.protocols.Tokenizer; transformers is imported when one is loaded."""
+"""The checkpoint's own tokenizer behind core.protocols.Tokenizer; transformers is imported where it is needed."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from miles.core.errors import DataError, UsageError, describe_error
+from miles.models.tokenizer_json import TokenizerJson, read_tokenizer_json, render_template
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Arguments of transformers that are not variables of the template.
+_TEMPLATE_OPTIONS = frozenset(
+    {
+        *("chat_template", "continue_final_message", "documents", "max_length", "messages", "padding", "return_dict"),
+        *("return_assistant_tokens_mask", "return_tensors", "tokenizer_kwargs", "truncation", "conversation"),
+    }
+)
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -135,6 +145,63 @@ class HfTokenizer:
             ) from error
 
 
+class JsonTokenizer(HfTokenizer):
+    """A tokenizer of which tokenizer.json says everything; ``load`` loads that of transformers, for what is rare."""
+
+    def __init__(self, files: TokenizerJson, folder: Path, load: Callable[[], Any]) -> None:
+        self._files = files
+        self._folder = folder
+        self._load = load
+        self._lock = threading.Lock()
+        self._loaded: Any = None
+        self._encoder = self._decoder = files.backend
+
+    @property
+    def _inner(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = self._load()
+            return self._loaded
+
+    def __len__(self) -> int:
+        return self._files.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._files.find_id("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._files.find_id("bos_token")
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._files.chat_template)
+
+    @property
+    def chat_template(self) -> str:
+        return self._files.chat_template or ""
+
+    def vocabulary(self) -> dict[str, int]:
+        return dict(self._files.backend.get_vocab(with_added_tokens=True))
+
+    def render_chat_text(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:
+        tools = template.get("tools") or ()
+        if (
+            not messages
+            or self._has_generation_blocks(template)
+            or template.keys() & _TEMPLATE_OPTIONS
+            or not all(isinstance(tool, dict) for tool in tools)
+        ):
+            return super().render_chat_text(messages, **template)
+        with self._template_errors():
+            variables = {**self._files.special_tokens, **template}
+            return render_template(self.chat_template, [dict(m) for m in messages], variables)
+
+    def _has_generation_blocks(self, template: Mapping[str, Any]) -> bool:
+        return _GENERATION_BLOCK.search(self.chat_template) is not None
+
+
 def _get_backend(inner: Any) -> tuple[Any, Any]:
     """Return the tokenizers objects that encode and decode as ``inner`` does; None where ``inner`` does more than that.
 
@@ -159,10 +226,18 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> HfTok
     folder = Path(folder)
     if not any((folder / name).is_file() for name in _FILES):
         raise UsageError(f"There is no tokenizer in {folder}; copy one there, or check --hf-checkpoint.")
+    files = read_tokenizer_json(folder)
+    if files is not None:
+        return JsonTokenizer(files, folder, partial(_load_inner, folder, trust_remote_code))
+    return HfTokenizer(_load_inner(folder, trust_remote_code), folder)
+
+
+def _load_inner(folder: Path, trust_remote_code: bool) -> Any:
+    """Load the tokenizer of transformers."""
     from transformers import AutoTokenizer
 
     try:
-        inner = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # any error of the loader on a damaged folder
         if "trust_remote_code" in str(error):
             raise UsageError(
@@ -170,7 +245,6 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> HfTok
             ) from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"The tokenizer in {folder} cannot be loaded ({reason}).") from error
-    return HfTokenizer(inner, folder)
 
 
 def fingerprint_vocabulary(folder: Path) -> str | None:

@@ -163,6 +163,14 @@ SECONDS = _parse_rows(
     train/<part>   | seconds | A phase of the training step.
     publish/bytes  | bytes   | Bytes of weights sent to each server.
     publish/<part> | seconds | A phase of the weight update.
+    start/total    | seconds | In the first step of a process: from the start of the process to the end of that step.
+    start/<phase>  | seconds | Phases of the start, in order: they add up to the total.
+    start/kernel_seconds | seconds | Time in which this process compiled Triton kernels, inside of phases.
+    start/kernels_compiled | kernels | Triton kernels that this process compiled.
+    start/kernels_cached | kernels | Triton kernels that were found in Triton's cache.
+    start/compile/<kernel> | seconds | Time in which this process compiled the variants of one kernel.
+    start/graphs_captured | graphs | CUDA graphs captured by engines of this process until the end of the first step.
+    start/graph_seconds | seconds | Time in which they were captured, kernels compiled on the way included.
     limit/<part>/<bound> | seconds | Least time of a part of the step at the device's peak of compute, memory or link.
     """
 )

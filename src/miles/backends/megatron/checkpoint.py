@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state_dic
 from miles.backends.megatron.distributed_optimizer import MegatronOptimizer
 from miles.backends.megatron.module_choice import has_stacked_layers
 from miles.core.errors import CheckpointError, UsageError
-from miles.models.checkpoint.torch_dist import build_model_args, check_torch_dist
+from miles.models.checkpoint.torch_dist import build_model_args
+from miles.models.checkpoint.torch_dist_folders import check_torch_dist
 from miles.train.optim.optimizer import OptimizerProtocol
 
 if TYPE_CHECKING:

@@ -35,7 +35,8 @@ from miles.models.checkpoint.safetensors_io import TensorHeader, config_dtype, r
 from miles.models.checkpoint.save import SHARD_BYTES, read_stored_bytes
 from miles.models.checkpoint.save_plan import SavePlan, SaveUnit, plan_save
 from miles.models.checkpoint.tensor_sources import ParamSource, locate_tensors
-from miles.models.checkpoint.torch_dist import RELEASE, TorchDistReader, TorchDistWriter, write_tracker
+from miles.models.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
+from miles.models.checkpoint.torch_dist_folders import RELEASE, write_tracker
 from miles.models.families import spec_from_config
 from miles.models.spec import DecoderSpec
 from miles.train.draft_trainer import DRAFT_FOLDERS

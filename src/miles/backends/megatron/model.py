@@ -41,7 +41,7 @@ from miles.models.checkpoint.reader import FileReader
 from miles.models.checkpoint.safetensors_io import StoredTensor, read_config, stored_tensors
 from miles.models.checkpoint.save_plan import SavePlan, plan_save
 from miles.models.checkpoint.tensor_sources import locate_tensors, read_quant_config
-from miles.models.checkpoint.torch_dist import is_torch_dist
+from miles.models.checkpoint.torch_dist_folders import is_torch_dist
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
 from miles.models.lora.adapters import LoraAdapters, ParamPart

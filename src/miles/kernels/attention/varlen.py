@@ -56,6 +56,35 @@ def load_varlen_kernel() -> tuple[Callable[..., Any], dict[str, bool]]:
     return varlen_attn, {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
+class _FlashVarlen(torch.autograd.Function):
+    """What ``varlen_attn`` computes, without its custom operator: the first call of one imports torch.compile."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THd: Tensor,
+        k_MGd: Tensor,
+        v_MGd: Tensor,
+        cu_seqlens: tuple[Tensor, Tensor],
+        max_lengths: tuple[int, int],
+        options: dict[str, Any],
+    ) -> Tensor:
+        fixed_args = (*cu_seqlens, *max_lengths, 0.0, options["window_size_left"] < 0)
+        outputs = torch.ops.aten._flash_attention_forward(q_THd, k_MGd, v_MGd, *fixed_args, False, **options)
+        out_THd, lse_HT, seed, unused, _ = outputs
+        ctx.save_for_backward(q_THd, k_MGd, v_MGd, out_THd, lse_HT, *cu_seqlens, seed, unused)
+        ctx.fixed_args, ctx.options = fixed_args[2:], options
+        return out_THd
+
+    @staticmethod
+    def backward(ctx: Any, grad_THd: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        *saved, seed, unused = ctx.saved_tensors
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grad_THd, *saved, *ctx.fixed_args, seed, unused, **ctx.options
+        )
+        return dq, dk, dv, None, None, None
+
+
 def run_varlen_kernel(
     qkv: tuple[Tensor, Tensor, Tensor],
     cu_seqlens: tuple[Tensor, Tensor],
@@ -64,9 +93,9 @@ def run_varlen_kernel(
     window: int | None,
 ) -> Tensor:
     """Torch's varlen kernel with a causal mask; cumulative and maximal lengths are those of queries and of keys."""
-    kernel, options = load_varlen_kernel()
-    window_size = (-1 if window is None else window - 1, 0)
-    return kernel(*qkv, *cu_seqlens, *max_lengths, scale=scale, window_size=window_size, **options)
+    left = -1 if window is None else window - 1
+    options = {"scale": scale, "window_size_left": left, "window_size_right": 0}
+    return _FlashVarlen.apply(*qkv, cu_seqlens, max_lengths, options)  # pyright: ignore[reportReturnType]
 
 
 # -- padded blocks --------------------------------------------------------------------------

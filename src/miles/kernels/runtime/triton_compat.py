@@ -6,6 +6,7 @@ not installed; nothing decorated with ``jit`` is called there.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
@@ -31,6 +32,7 @@ __all__ = [
     "use_triton",
     "use_triton_inference",
     "use_triton_training",
+    "watch_compilation",
 ]
 
 HAVE_TRITON: bool = find_spec("triton") is not None
@@ -118,3 +120,22 @@ def use_triton_training(x: Tensor) -> bool:
 def device_guard(x: Tensor) -> AbstractContextManager[object]:
     """Make ``x``'s device current for kernel launches; models of a trainer may be on several devices."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def watch_compilation(add: Callable[[str, float], None]) -> None:
+    """Have ``add`` called with a name and a value for every kernel that Triton compiles, or finds in its cache.
+
+    ``compile/KERNEL`` are seconds, ``kernels_compiled`` and ``kernels_cached`` are counts.
+    """
+    if not HAVE_TRITON:
+        return
+
+    def listen(*, metadata: Mapping[str, Any], times: Any, cache_hit: bool, **_: Any) -> None:
+        if cache_hit:
+            add("kernels_cached", 1)
+            return
+        add("kernels_compiled", 1)
+        add("kernel_seconds", times.total / 1e6)
+        add(f"compile/{metadata['name']}", times.total / 1e6)
+
+    triton.knobs.compilation.listener = listen

@@ -49,6 +49,7 @@ from miles.launch.policies.placement import PolicyPlacement, place_policies
 from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
 from miles.models.lora.adapters import LoraAdapters
+from miles.observe.start_timer import StartTimer
 from miles.rollout.speculation_metrics import SpeculationMeter
 from miles.schedule.device_lease import ColocatedLease, DisjointLease, SleepGroup
 from miles.sync.publish import MultiPolicySync, PolicySync
@@ -203,9 +204,16 @@ def build_advantages(config: Config, policies: Policies) -> AdvantageEstimator:
 
 
 def build_stack(
-    policies: Policies, *, overlap: bool, steps: int, recovery: RecoveryState, report: Report
+    policies: Policies,
+    *,
+    overlap: bool,
+    steps: int,
+    recovery: RecoveryState,
+    report: Report,
+    timer: StartTimer | None = None,
 ) -> PolicyStack:
     """Models, engines and trainers for ``steps`` steps, in which trainer and engines ``overlap`` or take turns."""
+    timer = timer or StartTimer()
     owners, main = policies.owners, policies.main.policy.name
     # A remote engine is monitored while a step is trained, so training must not block this thread.
     remote = any(is_remote(owner.config) for owner in owners.values())
@@ -218,7 +226,9 @@ def build_stack(
     }
     # Ranks that share a model load only their own shard.
     models = {name: None if _has_ranks(o) else load_model(o.checkpoint) for name, o in owners.items()}
+    timer.lap("weights")
     natives, remotes = _build_engines(policies, executors, models, report)
+    timer.lap("engine")
     engines: dict[str, RolloutEngine] = {**natives, **remotes}
     trainers = {
         name: build_trainer(
@@ -233,6 +243,7 @@ def build_stack(
         for name, o in owners.items()
         if not o.policy.frozen
     }
+    timer.lap("trainer")
     syncs = {
         name: _build_sync(o, trainers.get(name), models[name], natives.get(name), remotes.get(name), executors[name])
         for name, o in owners.items()

@@ -63,6 +63,7 @@ from miles.launch.distributed.resilient_trainer import RecoveryState, ResilientT
 from miles.launch.plan.drafts import choose_speculation
 from miles.launch.plan.plan import Plan
 from miles.observe.metric import correct_metrics, group_metrics
+from miles.observe.start_timer import StartTimer
 from miles.rollout.bad_rows import BadRowRollout, drop_empty_groups
 from miles.rollout.concurrency import ConcurrencyLimiter
 from miles.rollout.config import resolve_context_limit
@@ -141,9 +142,12 @@ async def build_run(
     start: tuple[Path, Cursor] | None,
     report: Report = lambda text: None,
     wrap_planes: Callable[[Planes], Planes] = lambda planes: planes,
+    timer: StartTimer | None = None,
 ) -> TrainingRun:
     """Build the loop at the checkpoint ``start``; ``report`` gets notes, ``wrap_planes`` may replace parts."""
+    timer = timer or StartTimer()
     hooks, policies = load_user_hooks(config), read_policies(config, plan)
+    timer.lap("tokenizer")
     main, policy = policies.main, policies.main.checkpoint
     generation = build_generation(main.config, policy, logs=plan.run_dir / "logs", report=report)
     multi_agent, advantages = build_multi_agent(config, policies), build_advantages(config, policies)
@@ -153,9 +157,15 @@ async def build_run(
     add_teachers = await _build_teachers(policies, plan, parts, generation)
     source = recorded or build_prompt_source(main.config, parts)
     recovery, steps = _build_recovery(main, plan, checkpoints, estimator), _count_steps(config, len(source))
+    timer.lap("prompts")
     report(f"{'Recorded groups are' if recorded else f'{len(source):,} prompts are'} read; loading {policy.folder}")
     stack = build_stack(
-        policies, overlap=config.schedule.max_weight_staleness > 0, steps=steps, recovery=recovery, report=report
+        policies,
+        overlap=config.schedule.max_weight_staleness > 0,
+        steps=steps,
+        recovery=recovery,
+        report=report,
+        timer=timer,
     )
     train_generation, eval_generation = _connect_agents(multi_agent, generation, stack)
     services = UpstreamServices(next_prompt=source.next, first_rollout=start[1].step if start else 0)
@@ -172,7 +182,7 @@ async def build_run(
         rollout=rollout,
         estimator=estimator,
         trainer=ProbingTrainer(stack.trainer, recorded, advantages) if recorded else stack.trainer,
-        rates=build_step_rates(config, main, stack.native_engines),
+        rates=build_step_rates(config, main, stack.native_engines, timer),
         evaluator=evaluator,
         checkpoints=checkpoints,
         journal=journal,

@@ -29,6 +29,7 @@ from miles.launch.plan.topology import get_split
 from miles.launch.runtime.run_directory import write_atomically
 from miles.models.accounting.step_limit import StepModel, StepWorkload
 from miles.models.accounting.utilization import UtilizationMeter
+from miles.observe.start_timer import StartTimer
 
 _ACCEPTED = "speculative/accept_length"
 
@@ -36,7 +37,7 @@ _ACCEPTED = "speculative/accept_length"
 class StepRates:
     """Measures each step from its groups, its metrics, and the counters of engines in this process.
 
-    ``limits`` is None where the limit of a step is not known.
+    ``limits`` is None where the limit of a step is not known. The first step has the phases of ``timer`` too.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class StepRates:
         main: PolicySpec,
         engines: Sequence[NativeEngine],
         limits: tuple[StepModel, DevicePeak] | None,
+        timer: StartTimer | None = None,
     ) -> None:
         config, policy = main.config, main.checkpoint
         peak, given = policy.platform.peak, config.observe.mfu_peak_tflops
         split = get_split(config)
         self._engines = engines
         self._limits = limits
+        self._timer = timer
         self._counters: dict[str, float] = {}
         self._meter = UtilizationMeter(
             spec=policy.rollout_spec,
@@ -72,7 +75,18 @@ class StepRates:
         grown = {name: value - self._counters.get(name, 0.0) for name, value in counters.items()}
         self._counters = dict(counters)
         phases = {name: value for name, value in seconds.items() if "/" not in name}
-        return self._meter.measure(metrics, phases, grown) | self._limit_step(groups, metrics, seconds)
+        rates = self._meter.measure(metrics, phases, grown) | self._limit_step(groups, metrics, seconds)
+        return rates | self._finish_start(phases, grown)
+
+    def _finish_start(self, phases: Mapping[str, float], counters: Mapping[str, float]) -> dict[str, float]:
+        """Return the phases of the start of the run, after its first step."""
+        timer, self._timer = self._timer, None
+        if timer is None:
+            return {}
+        for name in ("graphs_captured", "graph_seconds"):
+            if counters.get(name):
+                timer.add(name, counters[name])
+        return timer.finish(phases)
 
     def _limit_step(
         self, groups: Sequence[Group], metrics: Mapping[str, float], seconds: Mapping[str, float]
@@ -85,7 +99,9 @@ class StepRates:
         return list_timings(limit_parts(model, workload, peak, tokens_per_step=accepted))
 
 
-def build_step_rates(config: Config, main: PolicySpec, engines: Sequence[NativeEngine]) -> StepRates:
+def build_step_rates(
+    config: Config, main: PolicySpec, engines: Sequence[NativeEngine], timer: StartTimer | None = None
+) -> StepRates:
     """The rates of the main policy's steps; writes ``limits.json`` to the run directory."""
     plan, spec = main.plan, main.checkpoint.spec
     device = find_run_device(main.config, plan.run_dir, main.checkpoint.platform)
@@ -93,7 +109,7 @@ def build_step_rates(config: Config, main: PolicySpec, engines: Sequence[NativeE
     write_atomically(plan.run_dir / LIMITS_FILE, json.dumps(limit.as_json(), indent=2) + "\n")
     model = build_step_model(config, plan, spec)
     limits = None if model is None or device.peak is None else (model, device.peak)
-    return StepRates(main, engines, limits)
+    return StepRates(main, engines, limits, timer)
 
 
 def find_run_device(config: Config, run_dir: Path, platform: Platform) -> DeviceLimit:

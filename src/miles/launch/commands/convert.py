@@ -15,7 +15,7 @@ from miles.models.checkpoint.convert import RECEIPT, Conversion, convert_checkpo
 from miles.models.checkpoint.safetensors_io import config_dtype, read_config
 from miles.models.checkpoint.tensor_sources import is_kv_cache_scale
 from miles.models.checkpoint.tiles import DTYPES
-from miles.models.checkpoint.torch_dist import find_torch_dist
+from miles.models.checkpoint.torch_dist_folders import find_torch_dist
 from miles.precision.formats import FORMATS, WeightFormat, get_format
 
 _WIDE = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}

@@ -25,6 +25,7 @@ from miles.core.errors import ParityError, ResumeError, storage_errors
 from miles.core.events import Event, StepFinished
 from miles.core.protocols import Observer
 from miles.kernels.numerics import configure_cublas
+from miles.kernels.runtime.triton_compat import watch_compilation
 from miles.launch.build.debug import build_rollout_dumps
 from miles.launch.build.models import build_hf_conversion, build_profile_settings
 from miles.launch.build.run import TrainingRun, build_run
@@ -39,6 +40,7 @@ from miles.launch.plan.drafts import choose_speculation, is_repeatable
 from miles.launch.plan.plan import Plan, build_plan, choose_parity_tolerance, count_samples_per_prompt
 from miles.launch.plan.topology import get_split, is_remote, restore_split
 from miles.launch.policies.config import get_main_config
+from miles.launch.precompile.process import Precompilation
 from miles.launch.rules.model import HUB_TOKEN
 from miles.launch.rules.paths import find_newest_checkpoint
 from miles.launch.runtime.gc_tuning import reduce_gc
@@ -49,7 +51,7 @@ from miles.launch.runtime.run_directory import RunDirectory
 from miles.launch.runtime.signals import StopSignals, exit_code_from_signal
 from miles.launch.runtime.watchdog import StallWatchdog
 from miles.launch.upstream.verify import format_flag_outcomes, list_flag_outcomes
-from miles.models.checkpoint.torch_dist import TRACKER, format_iteration, write_tracker
+from miles.models.checkpoint.torch_dist_folders import TRACKER, format_iteration, write_tracker
 from miles.observe.config import format_step_path
 from miles.observe.event_bus import DurableSink, EventBus
 from miles.observe.factory import build_trackers, build_view
@@ -59,6 +61,7 @@ from miles.observe.log_reader import read_rows
 from miles.observe.output import print_error
 from miles.observe.plots import plot_curves
 from miles.observe.prompt_audit import audit_prompts
+from miles.observe.start_timer import StartTimer
 from miles.observe.summary import BeforeAfter, Summary, print_summary, summarise
 from miles.observe.trace import GaugeSampler, LoopTrace
 from miles.observe.trackers import Trackers
@@ -71,20 +74,28 @@ from miles.schedule.loop import Loop
 if TYPE_CHECKING:
     from miles.backends.remote.server_profiler import ServerProfiler
 
+# After this time a run compiles its kernels itself.
+_PRECOMPILE_SECONDS = 30.0
 UPLOAD_FAILED = 3
 """Exit status of a run that finished but was not uploaded."""
 StopCondition = Callable[[Event], bool]
 """Called with every event; the loop stops soon after it returns true."""
 
 
-def train(config: Config, plan: Plan, origins: Mapping[str, str]) -> int:
+def train(
+    config: Config,
+    plan: Plan,
+    origins: Mapping[str, str],
+    timer: StartTimer | None = None,
+    precompilation: Precompilation | None = None,
+) -> int:
     """Run a training command; 0 when it finished, 3 when only its upload failed, 128 + signal if one stopped it."""
     view = build_view(config.observe.view, parity_tolerance=choose_parity_tolerance(config))
     signals = StopSignals(view.note, view.close)
     for line in format_flag_outcomes(list_flag_outcomes(get_main_config(config))):
         view.note(line)
     try:
-        finished = run(config, plan, origins, view=view, signals=signals)
+        finished = run(config, plan, origins, view=view, signals=signals, timer=timer, precompilation=precompilation)
     finally:
         view.close()
     directory = plan.run_dir
@@ -136,8 +147,16 @@ def run(
     view: View,
     stop_when: StopCondition | None = None,
     signals: StopSignals | None = None,
+    timer: StartTimer | None = None,
+    precompilation: Precompilation | None = None,
 ) -> bool:
-    """Run the loop to its end or until it is stopped; true when it reached its end."""
+    """Run the loop to its end or until it is stopped; true when it reached its end.
+
+    The phases of its start, from the start of ``timer``, are part of the timings of its first step, which waits for
+    the kernels of ``precompilation``.
+    """
+    timer = timer or StartTimer()
+    watch_compilation(timer.add)
     set_train_env_vars(config)
     configure_cublas(config.models.numerics)
     signals = signals or StopSignals(view.note, view.close)
@@ -175,7 +194,16 @@ def run(
                 if config.observe.load_debug_rollout_data is not None:
                     start = reset_prompt_cursor(start)
             work = _run(
-                config, plan, directory, start, resumed=resumed, view=view, stop_when=stop_when, signals=signals
+                config,
+                plan,
+                directory,
+                start,
+                resumed=resumed,
+                view=view,
+                stop_when=stop_when,
+                signals=signals,
+                timer=timer,
+                precompilation=precompilation,
             )
             finished = asyncio.run(work)
             if finished:
@@ -223,6 +251,8 @@ async def _run(
     view: View,
     stop_when: StopCondition | None,
     signals: StopSignals,
+    timer: StartTimer,
+    precompilation: Precompilation | None,
 ) -> bool:
     with storage_errors(directory.path):
         stack_dump.create_dump_dir(directory.path / "logs" / "stacks", "driver")
@@ -246,12 +276,23 @@ async def _run(
         trackers = _start_trackers(config, plan, directory.path, view)
         journal = _build_journal(config, directory, start[1] if start and resumed else None, view, [*views, trackers])
     try:
+        timer.lap("run_dir")
         with view.stage("Loading the model and the prompts"):
             training = await build_run(
-                config, plan, checkpoints=directory.checkpoints, journal=journal, start=start, report=view.note
+                config,
+                plan,
+                checkpoints=directory.checkpoints,
+                journal=journal,
+                start=start,
+                report=view.note,
+                timer=timer,
             )
         try:
             _print_start(training, start, resumed, view)
+            timer.lap("loop")
+            if precompilation is not None:
+                await asyncio.to_thread(precompilation.wait, _PRECOMPILE_SECONDS)
+                timer.lap("kernels")
             with (
                 signals.stopping(training.loop.stop_soon),
                 stopper.stopping(training.loop),

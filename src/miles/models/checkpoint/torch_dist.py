@@ -8,7 +8,6 @@ metadata classes is unpickled. ``latest_checkpointed_iteration.txt`` in its pare
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 from argparse import Namespace
@@ -29,15 +28,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from miles.core.errors import CheckpointError
-from miles.models.checkpoint.safetensors_io import read_json, write_json
+from miles.models.checkpoint.safetensors_io import write_json
+from miles.models.checkpoint.torch_dist_folders import (
+    BACKEND_FILE,
+    COMMON_FILE,
+    METADATA_FILE,
+    check_torch_dist,
+)
 from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MlpSpec
 
-TRACKER = "latest_checkpointed_iteration.txt"
-"""File that names the newest checkpoint of a folder: the number of an iteration, or ``release``."""
-RELEASE = "release"
-_BACKEND = "metadata.json"
-_METADATA = ".metadata"
-_COMMON = "common.pt"
 _FILE_BYTES = 4 << 30
 _PLAIN_GLOBALS = {
     ("collections", "OrderedDict"),
@@ -58,65 +57,6 @@ _CLASS_MODULES = (
     "torch.distributed._shard.sharded_tensor.metadata",
     "torch.distributed._shard.metadata",
 )
-
-
-# -- folders ----------------------------------------------------------------------------------
-
-
-def is_torch_dist(folder: Path) -> bool:
-    """Whether the folder is a torch_dist checkpoint, perhaps a damaged one."""
-    try:
-        return json.loads((folder / _BACKEND).read_text()).get("sharded_backend") == "torch_dist"
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
-def format_iteration(iteration: int) -> str:
-    """Return the folder name of an iteration.
-
-    >>> format_iteration(20)
-    'iter_0000020'
-    """
-    return f"iter_{iteration:07d}"
-
-
-def find_torch_dist(folder: Path) -> Path | None:
-    """Return the checkpoint in ``folder``: itself, or the one that its tracker file names; None if it has neither."""
-    if is_torch_dist(folder):
-        return folder
-    tracker = folder / TRACKER
-    if not tracker.is_file():
-        return None
-    word = tracker.read_text().strip()
-    if word != RELEASE and not word.isdecimal():
-        raise CheckpointError(f"{tracker} says {word[:40]!r}, not an iteration or {RELEASE}; correct it.")
-    found = folder / (RELEASE if word == RELEASE else format_iteration(int(word)))
-    if not found.is_dir():
-        raise CheckpointError(f"{tracker} names {found.name}, which is missing; copy the checkpoint again.")
-    return found
-
-
-def check_torch_dist(folder: Path) -> None:
-    """Raise CheckpointError if the folder is no torch_dist checkpoint, or an incomplete one."""
-    if not (folder / _BACKEND).is_file() and not (folder / _METADATA).is_file():
-        raise CheckpointError(f"{folder} is not a Megatron distributed checkpoint; use a folder that it wrote.")
-    for name in (_METADATA, _BACKEND, _COMMON):
-        if not (folder / name).is_file():
-            raise CheckpointError(
-                f"{folder} is incomplete: {name} is missing, which is written at the end; use another checkpoint."
-            )
-    backend = read_json(folder / _BACKEND).get("sharded_backend")
-    if backend != "torch_dist":
-        raise CheckpointError(
-            f"{folder} has the format {backend}, not torch_dist; write it with --ckpt-format torch_dist."
-        )
-
-
-def write_tracker(folder: Path, word: str) -> None:
-    """Write the tracker file of ``folder``, atomically."""
-    part = folder / f"{TRACKER}.part"
-    part.write_text(word)
-    os.replace(part, folder / TRACKER)
 
 
 # -- reading ----------------------------------------------------------------------------------
@@ -143,7 +83,7 @@ class TorchDistReader:
     def __init__(self, folder: Path) -> None:
         check_torch_dist(folder)
         self.folder = folder
-        path = folder / _METADATA
+        path = folder / METADATA_FILE
         try:
             with path.open("rb") as file:
                 metadata = _MetadataUnpickler(file).load()
@@ -183,7 +123,7 @@ class TorchDistReader:
     def _read_chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         info = self._storage.get(MetadataIndex(key, chunk.offsets))
         if info is None:
-            raise CheckpointError(f"{self.folder / _METADATA} has no place for {key}; copy the checkpoint again.")
+            raise CheckpointError(f"{self.folder / METADATA_FILE} has no place for {key}; copy the checkpoint again.")
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(
                 f"{key} in {self.folder} is compressed, which is not supported; save it uncompressed."
@@ -263,11 +203,11 @@ class TorchDistWriter:
         """Write the metadata, which makes the checkpoint complete."""
         self._close()
         common = {"args": Namespace(**build_model_args(spec)), "iteration": iteration, "checkpoint_version": 3.0}
-        torch.save(common, self._folder / _COMMON)
-        with (self._folder / _METADATA).open("wb") as file:
+        torch.save(common, self._folder / COMMON_FILE)
+        with (self._folder / METADATA_FILE).open("wb") as file:
             pickle.dump(Metadata(state_dict_metadata=self._entries, storage_data=self._storage), file)
         versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
-        write_json(self._folder / _BACKEND, {"sharded_backend": "torch_dist", **versions})
+        write_json(self._folder / BACKEND_FILE, {"sharded_backend": "torch_dist", **versions})
 
 
 def build_model_args(spec: DecoderSpec) -> dict[str, Any]:

@@ -441,7 +441,8 @@ class NativeEngine:
         counters = {name: float(count) for name, count in asdict(self._scheduler.counters).items()}
         if self._speculation is not None:
             counters |= self._speculation.counters.as_metrics()
-        return {**counters, "encoded_images": float(self._runner.num_encoded_images), "seconds": self._step_seconds}
+        counters |= {**self._runner.graph_counters, "encoded_images": float(self._runner.num_encoded_images)}
+        return {**counters, "seconds": self._step_seconds}
 
     async def close(self) -> None:
         """Reject further requests and fail those in progress. The caller closes the executor ``run``."""

@@ -10,6 +10,7 @@ Shapes: R rows of the largest graph, n of one, N tokens of a step with prefill, 
 from __future__ import annotations
 
 import gc
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -220,6 +221,7 @@ class CudaGraphRunner:
             self.features_RF = torch.zeros(max_batch_size, draft.spec.feature_size, dtype=dtype, device=device)
         self._graphs: dict[GraphKey, CapturedGraph] = {}
         self._eager_prefills = Counter[GraphKey]()
+        self.captures, self.capture_seconds = 0, 0.0
         self._pool = torch.cuda.graph_pool_handle()
 
     @property
@@ -321,7 +323,15 @@ class CudaGraphRunner:
         self._eager_prefills[key] += 1
 
     def capture_all(self) -> Iterator[tuple[int, int]]:
-        """Capture every batch size and number of tokens, the largest first; yield the number done and the total.
+        """Capture every batch size and number of tokens, the largest first; yield the number done and the total."""
+        keys = self.list_keys() if self.supported else []
+        for done, key in enumerate(keys):
+            if key not in self._graphs:
+                self._capture(key)
+            yield done + 1, len(keys)
+
+    def list_keys(self) -> list[GraphKey]:
+        """Return what graphs of requests without filters are captured for, the largest first.
 
         Where torch computes attention only those of the shortest context: others are captured when they occur.
         """
@@ -341,10 +351,16 @@ class CudaGraphRunner:
             for prefixes in ((False,) if self._torch_attention else (False, True))
             for has_lora in with_lora
         ]
-        for done, key in enumerate(keys if self.supported else ()):
-            if key not in self._graphs:
-                self._capture(key)
-            yield done + 1, len(keys)
+        return keys
+
+    @torch.inference_mode()
+    def run_padding(self, key: GraphKey) -> None:
+        """Compute what a graph contains once, eagerly, on padding rows."""
+        if key.num_tokens:
+            self.prefill_inputs.send_padding(key.prefill_shape)
+        else:
+            self._inputs.send_padding(key.batch_size)
+        self._forward(key)
 
     def invalidate(self) -> None:
         """Drop all graphs, because the weights move to other addresses."""
@@ -360,7 +376,7 @@ class CudaGraphRunner:
         def forward() -> None:
             self._forward(key)
 
-        warm_up = key not in self._warmed_up
+        started, warm_up = time.perf_counter(), key not in self._warmed_up
         if self._lora is not None:
             self._lora.clear_static_plan()
         if key.num_tokens:
@@ -370,6 +386,8 @@ class CudaGraphRunner:
             captured = capture_graph(forward, self._inputs, key.batch_size, self._pool, warm_up=warm_up)
         self._warmed_up.add(key)
         self._graphs[key] = captured
+        self.captures += 1
+        self.capture_seconds += time.perf_counter() - started
         return captured
 
     def _forward(self, key: GraphKey) -> None:

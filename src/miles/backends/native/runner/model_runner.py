@@ -295,18 +295,22 @@ class ModelRunner:
 
     def _build_graphs(self) -> None:
         """Create the CUDA graphs over a new cache."""
-        assert self._gpu is not None and self._cache is not None
         if isinstance(self.decoder, Decoder):
-            self._graphs = self._gpu.build_graph_runner(
-                self.decoder,
-                self._cache,
-                self.last_tokens_S,
-                self._num_pages,
-                self.no_expert,
-                self.draft,
-                self.lora,
-                self._states,
-            )
+            self._graphs = self.build_graphs()
+
+    def build_graphs(self) -> CudaGraphRunner:
+        """Return the CUDA graphs over the cache, before any is captured; of a model that the GPU kernels serve."""
+        assert self._gpu is not None and self._cache is not None and isinstance(self.decoder, Decoder)
+        return self._gpu.build_graph_runner(
+            self.decoder,
+            self._cache,
+            self.last_tokens_S,
+            self._num_pages,
+            self.no_expert,
+            self.draft,
+            self.lora,
+            self._states,
+        )
 
     def free(self) -> None:
         """Release the memory of the KV cache, recurrent states and features of images; their content is lost."""
@@ -323,6 +327,13 @@ class ModelRunner:
         if self._cache is not None:
             self.free()
             self.allocate()
+
+    @property
+    def graph_counters(self) -> Mapping[str, float]:
+        """The CUDA graphs captured so far, and the seconds that took."""
+        if self._graphs is None:
+            return {}
+        return {"graphs_captured": float(self._graphs.captures), "graph_seconds": self._graphs.capture_seconds}
 
     @property
     def num_encoded_images(self) -> int:

@@ -1,0 +1,100 @@
+"""Parallel Triton compilation into Triton's cache: a process for each kernel that is launched on a fake GPU.
+
+The process that launches has never used CUDA, so that it can be forked; what its children compile and link, other
+processes find in the cache.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from miles.kernels.runtime.fake_gpu import FakeDriver, Target
+
+
+class ParallelCompiler:
+    """Compiles every kernel that this process launches once, with up to ``workers`` at the same time."""
+
+    def __init__(self, target: Target, *, workers: int) -> None:
+        self._target = FakeDriver(target).get_current_target()
+        self._workers = workers
+        self._children: set[int] = set()
+        self.started, self.failed = 0, 0
+
+    def install(self) -> None:
+        """Compile instead of launching from now on, in this process."""
+        from triton.runtime.jit import JITFunction
+
+        launch: Any = JITFunction.run
+
+        def run(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            return launch(function, *args, grid=grid, warmup=True, **options)
+
+        def compile_kernel(
+            function: Any, key: Any, signature: Any, device: int, constants: Any, options: Any, attrs: Any, warmup: bool
+        ) -> object:
+            source = function.ASTSource(function, signature, constants, attrs)
+            function.device_caches[device][0][key] = source  # not launched, and not compiled again
+            self._fork(lambda: self._compile(source, options))
+            return source
+
+        JITFunction.run = run
+        JITFunction._do_compile = compile_kernel
+
+    def link_driver(self) -> None:
+        """Compile and link the module with which Triton calls the driver."""
+
+        def link() -> None:
+            from triton.backends.nvidia.driver import CudaUtils
+
+            with suppress(AssertionError):  # there is no driver to link with
+                CudaUtils()
+
+        if self._target.backend == "cuda":
+            self._fork(link)
+
+    def wait(self) -> None:
+        """Wait until everything is compiled."""
+        while self._children:
+            self._wait_for_one()
+
+    def _compile(self, source: Any, options: Any) -> None:
+        from triton.compiler import compile as compile_triton
+
+        kernel = compile_triton(source, target=self._target, options=options.__dict__)
+        if self._target.backend == "cuda":
+            from triton.backends.nvidia.driver import CudaLauncher
+
+            with suppress(AssertionError):  # there is no driver to link the launcher of this signature with
+                CudaLauncher(source, kernel.metadata)
+
+    def _fork(self, work: Callable[[], None]) -> None:
+        while len(self._children) >= self._workers:
+            self._wait_for_one()
+        self.started += 1
+        child = os.fork()
+        if child == 0:
+            _run_and_exit(work)
+        self._children.add(child)
+
+    def _wait_for_one(self) -> None:
+        child, status = os.wait()
+        self._children.discard(child)
+        self.failed += status != 0
+
+
+def _run_and_exit(work: Callable[[], None]) -> NoReturn:
+    """Run ``work`` in a forked process, and end that without what its parent would do at its end."""
+    status = 1
+    try:
+        work()
+        status = 0
+    except BaseException:  # the kernel is compiled when it is launched, and its error is shown there
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
