@@ -7,9 +7,10 @@
 
 bf16, random weights of the published shapes, every token trained, full trainer steps (two micro-batches, then clipping
 and AdamW with float32 master weights and moments). Sides: ``ours``; ``torch``, the same without our training kernels;
-``transformers``, a hand-written step (its own loss, SDPA, fused AdamW on bf16 weights: six bytes less of state per
-parameter). A step that does not fit is repeated with activation checkpointing. MFU counts the FLOPs a step needs,
-without recomputation, against the 8192^3 bf16 matmul measured in the same process.
+``ours+heads`` and the like, with other kernels; ``transformers``, a hand-written step (its own loss, SDPA, fused AdamW
+on bf16 weights: six bytes less of state per parameter). A step that does not fit is repeated with activation
+checkpointing. MFU counts the FLOPs a step needs, without recomputation, against the 8192^3 bf16 matmul measured in the
+same process.
 
 Parts: ``steps`` the table; ``profile`` where a step's time goes, by kernel; ``prefix`` eight samples of one 1,024-token
 prompt, computed once and not. Each measurement is a process of its own. Single kernels: ``bench_training_kernels.py``.
@@ -41,7 +42,8 @@ BATCHES = 2
 class Case:
     """Micro-batches of ``count`` samples of ``length`` tokens; ``frozen`` trains all but the experts.
 
-    ``layers`` of the model are there, or all. A ``long`` step has one micro-batch, and is timed once behind another.
+    ``layers`` of the model are there, or all, of which the first ``again_layers`` (or all) are recomputed if ``again``.
+    A ``long`` step has one micro-batch, and is timed once behind another.
     """
 
     model: str
@@ -49,6 +51,7 @@ class Case:
     count: int = 1
     frozen: bool = False
     again: bool = False
+    again_layers: int | None = None
     optimizer_state: Literal["float32", "int8"] = "float32"
     layers: int | None = None
     long: bool = False
@@ -69,6 +72,7 @@ CASES = {
     "4B-8k-again": Case("Qwen3-4B", 8192, again=True),
     "8B-8k-int8": Case("Qwen3-8B", 8192, again=True, optimizer_state="int8"),
     "30B-A3B-frozen-8k": Case("Qwen3-30B-A3B", 8192, frozen=True, again=True),
+    "30B-A3B-frozen-8k-16": Case("Qwen3-30B-A3B", 8192, frozen=True, again=True, again_layers=16),
     "4B-131k": Case("Qwen3-4B", 131072, again=True, long=True),
     "30B-A3B-6L-8k": Case("Qwen3-30B-A3B", 8192, layers=6),
 }
@@ -125,7 +129,10 @@ def estimate_gib(case: Case, precision: str = "") -> float:
     from miles.train.config import TrainConfig
 
     spec = quantize_spec(spec_named(case.model, case.layers), precision)
+    layers = case.again_layers
     train = TrainConfig(gradient_checkpointing=case.again)
+    if layers is not None:
+        train = TrainConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=layers)
     held = estimate_rank_memory(spec, ParallelDims(), "bfloat16", moments=case.optimizer_state)
     share = 1 - expert_parameters(spec)[0] / parameter_count(spec) if case.frozen else 1.0
     kept = estimate_rank_activations(spec, ParallelDims(), "bfloat16", case.tokens, train, fused=True)
@@ -175,6 +182,7 @@ def trainer(case: Case, parity: Literal["fast", "exact"] = "fast", precision: st
         for name, parameter in decoder.named_parameters():
             parameter.requires_grad_(".moe.gate_up" not in name and ".moe.down" not in name)
     train = TrainConfig(max_tokens_per_gpu=case.tokens, optimizer_state_dtype=case.optimizer_state, **knobs)
+    decoder.recompute_num_layers = case.again_layers
     model = LocalModel(decoder, gradient_checkpointing=case.again)
     return PolicyTrainer(
         model, algo=AlgoConfig(), train=train, steps=1, updates=100, temperature=1.0, run=InlineExecutor()
@@ -190,15 +198,29 @@ def build_step(worker: Any, samples: Any) -> Callable[[], Any]:
     return lambda: asyncio.run(worker.step(batch))
 
 
-def ours(case: Case, *, plain: bool = False, precision: str = "") -> Callable[[], Any]:
+def ours(case: Case, *, plain: bool = False, precision: str = "", changes: tuple[str, ...] = ()) -> Callable[[], Any]:
     import numpy as np
 
     if plain:
         without_kernels()
+    change_kernels(changes)
+    knobs: dict[str, Any] = {"log_probs_chunk_size": case.tokens} if "logits" in changes else {}
     rng, vocab = np.random.default_rng(0), spec_named(case.model, case.layers).vocab_size
     # A sample is read up to its last token but one.
     samples = [sample(rng, 0, rng.integers(0, vocab, case.length + 1), 1, i) for i in range(case.count * case.batches)]
-    return build_step(trainer(case, precision=precision), samples)
+    return build_step(trainer(case, precision=precision, **knobs), samples)
+
+
+def change_kernels(changes: tuple[str, ...]) -> None:
+    """Switch to other kernels: ``heads``, ``norms``. (``logits`` keeps all logits, and computes none again.)"""
+    from miles.kernels.fused import rms_norm
+    from miles.kernels.fused.qk_norm_rope_autograd import paired_qk_norm_rope
+    from miles.models.layers import attention
+
+    if "heads" in changes:
+        attention.qk_norm_rope_training = paired_qk_norm_rope
+    if "norms" in changes:
+        rms_norm._PREFERS_TRITON = True
 
 
 def without_kernels() -> None:
@@ -249,6 +271,10 @@ SIDES: dict[str, Callable[[Case], Callable[[], Any]]] = {
     **{
         f"ours:{name}": partial(ours, precision=name)
         for name in ("fp8", "fp8_pow2", "fp8_channel", "mxfp8", "nvfp4", "int4_g32")
+    },
+    **{
+        f"ours+{'+'.join(names)}": partial(ours, changes=names)
+        for names in (("heads",), ("norms",), ("logits",), ("heads", "norms"), ("heads", "norms", "logits"))
     },
     "torch": lambda case: ours(case, plain=True),
     "transformers": theirs,

@@ -2,18 +2,22 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from tests.kernels import interpreter  # noqa: F401  loops over numbers read from memory
 from tests.kernels.device import CARD, DEVICE, DTYPES, ROUNDING, apart, needs_triton, random
 
 from miles.kernels.activation_kinds import limited_swiglu
+from miles.kernels.attention.gather_rows import RowGather, sum_copies
 from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.kernels.fused import activation as activation_module
 from miles.kernels.fused import rms_norm as norm
 from miles.kernels.fused.activation import apply_activation, gated_activation_training
 from miles.kernels.fused.fused_logprob import LogitTransform, compute_logit_grads, reduce_logits
+from miles.kernels.fused.grad_sum import launch_add_grad
 from miles.kernels.fused.qk_norm_rope import QKVShape, qk_norm_rope_training
+from miles.kernels.fused.qk_norm_rope_autograd import paired_qk_norm_rope
 from miles.kernels.fused.rms_norm_autograd import add_rms_norm_training, rms_norm_training
 from miles.kernels.numerics import FAST
 from miles.models.accounting.known_models import load_known_models
@@ -148,7 +152,8 @@ def plain_heads(qkv, rotation, q_weight, k_weight, shape):
     ("case", "variant"), [*((case, "halves") for case in HEADS), (HEADS[2], "interleaved"), (HEADS[1], "offset")]
 )
 @pytest.mark.parametrize("norm", [False, True])
-def test_heads_and_their_gradients_are_the_chains(poisoned, dtype, case, norm, variant):
+@pytest.mark.parametrize("fused", [qk_norm_rope_training, paired_qk_norm_rope])
+def test_heads_and_their_gradients_are_the_chains(poisoned, dtype, case, norm, variant, fused):
     heads, kv_heads, dim, turned = case
     tokens = 700 if CARD else 3
     shape = QKVShape(
@@ -161,7 +166,7 @@ def test_heads_and_their_gradients_are_the_chains(poisoned, dtype, case, norm, v
     qkv = (2 * random(tokens, shape.rows * dim, dtype=dtype)).requires_grad_()
     weights = [random(dim, dtype=dtype).requires_grad_() for _ in range(2)] if norm else []
     rotation = rotations(tokens, turned, shape.interleaved, dtype) if turned else None
-    outs = qk_norm_rope_training(qkv, rotation, *(weights or (None, None)), shape)
+    outs = fused(qkv, rotation, *(weights or (None, None)), shape)
     wide = doubled(qkv, *weights)
     wanted = plain_heads(wide[0], rotation, *(wide[1:] or (None, None)), shape)
     assert near(outs, wanted, dtype)
@@ -171,10 +176,11 @@ def test_heads_and_their_gradients_are_the_chains(poisoned, dtype, case, norm, v
 
 
 @needs_triton
-def test_gradients_of_heads_may_lie_apart(poisoned):
+@pytest.mark.parametrize("fused", [qk_norm_rope_training, paired_qk_norm_rope])
+def test_gradients_of_heads_may_lie_apart(poisoned, fused):
     shape = QKVShape(heads=4, kv_heads=2, head_dim=8)
     qkv = random(6, shape.rows * 8).requires_grad_()
-    outs = qk_norm_rope_training(qkv, None, None, None, shape)
+    outs = fused(qkv, None, None, None, shape)
     grads = [random(x.shape[1], x.shape[0], 8).transpose(0, 1) for x in outs]
     (found,) = torch.autograd.grad(outs, qkv, grads)
     assert torch.equal(found, torch.cat([g.flatten(1) for g in grads], 1))
@@ -250,3 +256,37 @@ def test_a_decoder_learns_the_same_with_them(monkeypatch, poisoned, gated):
         found.append((hidden, *grads))
     for plain, fused in zip(*found, strict=True):
         assert apart(fused, plain) < 1e-5
+
+
+# -- gathered rows ----------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3,), (2, 40), (8, 130)])
+def test_the_gradient_of_a_gathered_row_is_the_sum_over_its_copies(poisoned, shape, dtype):
+    taken = np.array([2, 0, 2, 2, 4, 0, 2, 1], np.int64)
+    gather = RowGather(taken, 5, DEVICE, real_P=np.arange(8) != 6)
+    grad = random(8, *shape, dtype=dtype)
+    found = sum_copies(grad, gather)
+    wanted = torch.zeros(5, *shape, dtype=torch.float64, device=DEVICE)
+    for copy, row in enumerate(taken):
+        if copy != 6:
+            wanted[row] += grad[copy].double()
+    assert found.dtype == dtype and apart(found, wanted) < ROUNDING[dtype]
+    assert not found[3].any()
+    assert torch.equal(found[4], grad[4]) and torch.equal(sum_copies(grad, gather), found)
+
+
+# -- gradient sums ----------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize("size", [1, 4096, 9001])
+def test_gradients_are_added_with_the_bits_of_torch(poisoned, size):
+    grads = [random(size, dtype=DTYPES[1]) for _ in range(3)]
+    total, wanted = launch_add_grad(None, grads[0]), grads[0].float()
+    assert torch.equal(total, wanted)
+    for grad in grads[1:]:
+        assert launch_add_grad(total, grad) is total
+        assert torch.equal(total, wanted.add_(grad))

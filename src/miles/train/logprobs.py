@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from miles.kernels.fused.grad_sum import add_grad
 from miles.kernels.fused.lm_head import HeadLora
 from miles.kernels.numerics import FAST, Numerics
 from miles.kernels.runtime.triton_compat import use_triton_training
@@ -282,10 +283,13 @@ class ChunkedBackward:
         if self._needs_head:
             # Summed over chunks in the accumulation dtype, rounded to the parameter's dtype once at the end.
             part_VD = grad_CV.T @ hidden_CD
-            if self._grad_head_VD is None:
-                self._grad_head_VD = part_VD if self._chunks == 1 else part_VD.to(self._accumulation_dtype)
+            if self._chunks == 1:
+                self._grad_head_VD = part_VD
+            elif self._accumulation_dtype == torch.float32:
+                self._grad_head_VD = add_grad(self._grad_head_VD, part_VD)
             else:
-                self._grad_head_VD += part_VD
+                wide_VD = part_VD.to(self._accumulation_dtype)
+                self._grad_head_VD = wide_VD if self._grad_head_VD is None else self._grad_head_VD.add_(wide_VD)
         if self._lora is not None:
             self._add_lora(self._lora, grad_CV[:, : len(self._lora.b_VX)], hidden_CD)
 

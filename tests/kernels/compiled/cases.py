@@ -42,6 +42,7 @@ from miles.kernels.fused import (
     kv_cache_fp8,
     layer_norm,
     qk_norm_rope,
+    qk_norm_rope_autograd,
     rms_norm,
     rms_norm_autograd,
     vision_rope,
@@ -280,6 +281,15 @@ def _qk_norm_rope_training() -> None:
     context = SimpleNamespace(save_for_backward=lambda *tensors: None)
     q, k, v = qk_norm_rope._QKNormRope.forward(context, qkv, rotation, weight, weight, shape)
     qk_norm_rope.qk_norm_rope_backward(q, k, v, (qkv, rotation, weight, weight), shape)
+
+
+@case()
+def _paired_qk_norm_rope() -> None:
+    shape = qk_norm_rope.QKVShape(heads=H, kv_heads=G, head_dim=HEAD)
+    qkv, rotation, weight = _empty(512, shape.rows * HEAD), _empty(512, 2, HEAD), _empty(HEAD)
+    context = SimpleNamespace(save_for_backward=lambda *tensors: None)
+    q, k, v = qk_norm_rope_autograd._QKNormRope.forward(context, qkv, rotation, weight, weight, shape)
+    qk_norm_rope_autograd.paired_qk_norm_rope_backward(q, k, v, (qkv, rotation, weight, weight), shape)
 
 
 @case()
