@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from miles.kernels.runtime.host_copy import copy_to_device
 from miles.kernels.runtime.triton_compat import device_guard, jit, tl, triton, use_triton
 
 # Copies added at once: fewer kernel launches for little more memory.
@@ -75,7 +76,7 @@ class RowGather:
         return np.argsort(-self._count_M, kind="stable")
 
     def _to_device(self, index: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(index, np.int64)).to(self._device)
+        return copy_to_device(torch.from_numpy(np.ascontiguousarray(index, np.int64)), self._device)
 
 
 class _GatherRows(torch.autograd.Function):
