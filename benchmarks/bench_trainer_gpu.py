@@ -212,15 +212,16 @@ def ours(case: Case, *, plain: bool = False, precision: str = "", changes: tuple
 
 
 def change_kernels(changes: tuple[str, ...]) -> None:
-    """Switch to other kernels: ``heads``, ``norms``. (``logits`` keeps all logits, and computes none again.)"""
+    """Switch to other kernels: ``heads``, ``norms``, ``moe``. (``logits`` keeps all logits and computes none again.)"""
     from miles.kernels.fused import rms_norm
     from miles.kernels.fused.qk_norm_rope_autograd import paired_qk_norm_rope
+    from miles.kernels.moe import grouped_gemm
     from miles.models.layers import attention
 
     if "heads" in changes:
         attention.qk_norm_rope_training = paired_qk_norm_rope
-    if "norms" in changes:
-        rms_norm._PREFERS_TRITON = True
+    rms_norm._PREFERS_TRITON = "norms" in changes
+    grouped_gemm._FUSES_PERMUTATION = "moe" in changes
 
 
 def without_kernels() -> None:
@@ -274,7 +275,15 @@ SIDES: dict[str, Callable[[Case], Callable[[], Any]]] = {
     },
     **{
         f"ours+{'+'.join(names)}": partial(ours, changes=names)
-        for names in (("heads",), ("norms",), ("logits",), ("heads", "norms"), ("heads", "norms", "logits"))
+        for names in (
+            ("heads",),
+            ("norms",),
+            ("logits",),
+            ("moe",),
+            ("heads", "norms"),
+            ("heads", "norms", "logits"),
+            ("heads", "norms", "moe"),
+        )
     },
     "torch": lambda case: ours(case, plain=True),
     "transformers": theirs,

@@ -7,8 +7,8 @@ Forward and backward together, medians. Attention is in TFLOP/s of what a causal
 in microseconds beside the same operations in plain torch.
 
 Parts: ``attention`` of long sequences, and of the short ones and shared prompts of a GRPO step; ``operations`` fused
-kernels; ``head`` log-probs by chunk size; ``sums`` gradients of gathered rows and float32 gradient sums; ``tiles``
-norms and heads by the size of their tiles.
+kernels; ``head`` log-probs by chunk size; ``moe`` the permutation of tokens; ``sums`` gradients of gathered rows and
+float32 gradient sums; ``tiles`` norms and heads by the size of their tiles.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from miles.kernels.fused.grad_sum import add_grad
 from miles.kernels.fused.qk_norm_rope import QKVShape, qk_norm_rope_training
 from miles.kernels.fused.qk_norm_rope_autograd import paired_qk_norm_rope
 from miles.kernels.fused.rms_norm_autograd import add_rms_norm_training
+from miles.kernels.moe import grouped_gemm
 from miles.kernels.numerics import FAST
 from miles.models.layers.rope import apply_rotary
 from miles.train import logprobs
@@ -219,6 +220,23 @@ def sums() -> None:
         print(f"| float32 sum of {size:,} bfloat16 gradients | {ours:,.0f} | {theirs:,.0f} |", flush=True)
 
 
+def permutation(tokens: int = 8192, width: int = 2048, choices: int = 8, experts: int = 128) -> None:
+    """Rows of experts, permuted and combined: by one kernel each way, and by gathers and matmuls."""
+    rows = grouped_gemm.sort_rows_by_group(torch.rand(tokens, experts, device="cuda").topk(choices).indices, experts)
+    x, sorted_x = normal(tokens, width), normal(tokens * choices, width)
+    weights = normal(tokens, choices)
+    ways: dict[str, Callable[[], tuple[Tensor, ...]]] = {
+        "dispatch": lambda: (grouped_gemm.dispatch(x, rows),),
+        "combine": lambda: (grouped_gemm.combine_rows(sorted_x, weights, rows),),
+    }
+    for name, way in ways.items():
+        spent: list[float] = []
+        for fused in (True, False):
+            grouped_gemm._FUSES_PERMUTATION = fused
+            spent.append(1e6 * both_ways(way))
+        print(f"| {name}, {tokens:,} x {width:,}, {choices} experts | {spent[0]:,.0f} | {spent[1]:,.0f} |", flush=True)
+
+
 def tiles(model: str) -> None:
     """Norms and heads with other tiles; the first line of each is the one that is used."""
     ways = pairs(model)
@@ -246,7 +264,7 @@ def sweep(run: Callable[[], tuple[Tensor, ...]], module: Any, choices: dict[str,
         print(f"| {module.__name__.rpartition('.')[2]}: {how} | {spent:,.0f} | |", flush=True)
 
 
-PARTS = ("attention", "operations", "head", "sums", "tiles")
+PARTS = ("attention", "operations", "head", "moe", "sums", "tiles")
 
 
 def main() -> None:
@@ -269,6 +287,8 @@ def main() -> None:
             head(model)
         if "tiles" in args.parts:
             tiles(model)
+    if "moe" in args.parts:
+        permutation()
     if "sums" in args.parts:
         sums()
 

@@ -19,6 +19,8 @@ from miles.kernels.fused.grad_sum import launch_add_grad
 from miles.kernels.fused.qk_norm_rope import QKVShape, qk_norm_rope_training
 from miles.kernels.fused.qk_norm_rope_autograd import paired_qk_norm_rope
 from miles.kernels.fused.rms_norm_autograd import add_rms_norm_training, rms_norm_training
+from miles.kernels.moe.grouped_gemm import sort_rows_by_group
+from miles.kernels.moe.token_permutation import CombineFunction, sum_choices
 from miles.kernels.numerics import FAST
 from miles.models.accounting.known_models import load_known_models
 from miles.models.decoder import Decoder
@@ -290,3 +292,23 @@ def test_gradients_are_added_with_the_bits_of_torch(poisoned, size):
     for grad in grads[1:]:
         assert launch_add_grad(total, grad) is total
         assert torch.equal(total, wanted.add_(grad))
+
+
+# -- token permutation ------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "choices", "size"), [(1, 1, 8), (5, 3, 40), (7, 2, 2100)])
+def test_rows_of_experts_are_combined_as_the_gathers_do(poisoned, tokens, choices, size, dtype):
+    rows = sort_rows_by_group(torch.randint(0, 4, (tokens, choices), device=DEVICE), 4)
+    x = random(tokens * choices, size, dtype=dtype).requires_grad_()
+    weights = random(tokens, choices, dtype=dtype).requires_grad_()
+    out = CombineFunction.apply(x, weights, rows.order_R, rows.place_R)
+    wide = doubled(x, weights)
+    wanted = (wide[0][rows.place_R].unflatten(0, (tokens, choices)) * wide[1].unsqueeze(-1)).sum(1)
+    grad = random(tokens, size, dtype=dtype)
+    assert apart(out, wanted) < ROUNDING[dtype]
+    assert near(torch.autograd.grad(out, (x, weights), grad), torch.autograd.grad(wanted, wide, grad.double()), dtype)
+    summed = sum_choices(x.detach(), None, rows.place_R, choices)
+    assert apart(summed, wide[0][rows.place_R].unflatten(0, (tokens, choices)).sum(1)) < ROUNDING[dtype]

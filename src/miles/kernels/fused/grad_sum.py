@@ -10,7 +10,8 @@ from torch import Tensor
 
 from miles.kernels.runtime.triton_compat import device_guard, jit, tl, triton, use_triton_training
 
-_BLOCK = 4096
+# Four elements a thread, so that both dtypes have one layout and nothing goes through shared memory.
+_BLOCK, _WARPS = 1024, 8
 
 
 def add_grad(total: Tensor | None, grad: Tensor) -> Tensor:
@@ -27,7 +28,7 @@ def launch_add_grad(total: Tensor | None, grad: Tensor) -> Tensor:
     if size:
         with device_guard(grad):
             _add_grad_kernel[(triton.cdiv(size, _BLOCK),)](
-                out, grad, size, ADD=total is not None, BLOCK=_BLOCK, num_warps=8
+                out, grad, size, ADD=total is not None, BLOCK=_BLOCK, num_warps=_WARPS
             )
     return out
 
