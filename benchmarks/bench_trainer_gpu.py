@@ -7,7 +7,7 @@
 
 bf16, random weights of the published shapes, every token trained, full trainer steps (two micro-batches, then clipping
 and AdamW with float32 master weights and moments). Sides: ``ours``; ``torch``, the same without our training kernels;
-``ours+heads`` and the like, with other kernels; ``transformers``, a hand-written step (its own loss, SDPA, fused AdamW
+``ours+norms`` and the like, with other kernels; ``transformers``, a hand-written step (its own loss, SDPA, fused AdamW
 on bf16 weights: six bytes less of state per parameter). A step that does not fit is repeated with activation
 checkpointing. MFU counts the FLOPs a step needs, without recomputation, against the 8192^3 bf16 matmul measured in the
 same process.
@@ -204,24 +204,22 @@ def ours(case: Case, *, plain: bool = False, precision: str = "", changes: tuple
     if plain:
         without_kernels()
     change_kernels(changes)
-    knobs: dict[str, Any] = {"log_probs_chunk_size": case.tokens} if "logits" in changes else {}
     rng, vocab = np.random.default_rng(0), spec_named(case.model, case.layers).vocab_size
     # A sample is read up to its last token but one.
     samples = [sample(rng, 0, rng.integers(0, vocab, case.length + 1), 1, i) for i in range(case.count * case.batches)]
-    return build_step(trainer(case, precision=precision, **knobs), samples)
+    return build_step(trainer(case, precision=precision), samples)
 
 
 def change_kernels(changes: tuple[str, ...]) -> None:
-    """Switch to other kernels: ``heads``, ``norms``, ``moe``. (``logits`` keeps all logits and computes none again.)"""
+    """Switch ``norms`` and the permutation of ``moe`` to Triton; ``logits`` keeps gradients and computes none again."""
     from miles.kernels.fused import rms_norm
-    from miles.kernels.fused.qk_norm_rope_autograd import paired_qk_norm_rope
     from miles.kernels.moe import grouped_gemm
-    from miles.models.layers import attention
+    from miles.models.accounting import activations
 
-    if "heads" in changes:
-        attention.qk_norm_rope_training = paired_qk_norm_rope
-    rms_norm._PREFERS_TRITON = "norms" in changes
-    grouped_gemm._FUSES_PERMUTATION = "moe" in changes
+    rms_norm._PREFERS_TRITON |= "norms" in changes
+    grouped_gemm._FUSES_PERMUTATION |= "moe" in changes
+    if "logits" in changes:
+        activations.MAX_KEPT_LOGIT_GRADS = 5 << 29
 
 
 def without_kernels() -> None:
@@ -275,15 +273,7 @@ SIDES: dict[str, Callable[[Case], Callable[[], Any]]] = {
     },
     **{
         f"ours+{'+'.join(names)}": partial(ours, changes=names)
-        for names in (
-            ("heads",),
-            ("norms",),
-            ("logits",),
-            ("moe",),
-            ("heads", "norms"),
-            ("heads", "norms", "logits"),
-            ("heads", "norms", "moe"),
-        )
+        for names in (("norms",), ("moe",), ("logits",), ("norms", "logits"), ("norms", "moe"))
     },
     "torch": lambda case: ours(case, plain=True),
     "transformers": theirs,
@@ -340,11 +330,27 @@ KINDS = (
     ("attention", ("flash", "fmha", "attn", "mha", "softmax_warp")),
     ("log-probs: sums and slopes", ("_reduce_kernel", "_grad_kernel", "log_softmax", "logsoftmax")),
     ("activations", ("_gated_forward_kernel", "_gated_backward_kernel", "silu")),
-    ("QK-norm and RoPE", ("_training_forward_kernel", "_training_backward_kernel")),
+    ("QK-norm and RoPE", ("_qk_forward_kernel", "_qk_backward_kernel")),
     ("norms", ("_forward_kernel", "_backward_kernel", "rms_norm", "layer_norm", "rmsnorm", "layernorm")),
     ("optimizer", ("adam", "multi_tensor", "lpnorm", "foreach")),
     ("matrix products", ("gemm", "nvjet", "cutlass", "cublas", "splitk", "xmma", "grouped")),
-    ("copies, gathers", ("memcpy", "copy", "memset", "gather", "index", "cat", "scatter", "sort", "embedding")),
+    (
+        "copies, gathers",
+        (
+            "memcpy",
+            "copy",
+            "memset",
+            "gather",
+            "add_grad",
+            "choices",
+            "spread",
+            "index",
+            "cat",
+            "scatter",
+            "sort",
+            "embedding",
+        ),
+    ),
     ("other elementwise and sums", ("elementwise", "reduce", "fill")),
 )
 

@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/bench_training_kernels.py
     PYTHONPATH=src python benchmarks/bench_training_kernels.py --parts operations head tiles
 
-Forward and backward together, medians. Attention is in TFLOP/s of what a causal triangle needs (3.5 forwards); the rest
-in microseconds beside the same operations in plain torch.
+Forward and backward together, medians; of short operations the time of their kernels alone. Attention is in TFLOP/s of
+what a causal triangle needs (3.5 forwards); the rest in microseconds beside the same operations in plain torch.
 
 Parts: ``attention`` of long sequences, and of the short ones and shared prompts of a GRPO step; ``operations`` fused
 kernels; ``head`` log-probs by chunk size; ``moe`` the permutation of tokens; ``sums`` gradients of gathered rows and
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 
 from miles.kernels.attention.gather_rows import sum_copies
 from miles.kernels.attention.params import AttentionInputs, AttentionParams
@@ -32,8 +33,8 @@ from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBac
 from miles.kernels.fused import qk_norm_rope_autograd, rms_norm_autograd
 from miles.kernels.fused.activation import apply_activation, gated_activation_training
 from miles.kernels.fused.grad_sum import add_grad
-from miles.kernels.fused.qk_norm_rope import QKVShape, qk_norm_rope_training
-from miles.kernels.fused.qk_norm_rope_autograd import paired_qk_norm_rope
+from miles.kernels.fused.qk_norm_rope import QKVShape
+from miles.kernels.fused.qk_norm_rope_autograd import qk_norm_rope_training
 from miles.kernels.fused.rms_norm_autograd import add_rms_norm_training
 from miles.kernels.moe import grouped_gemm
 from miles.kernels.numerics import FAST
@@ -65,9 +66,19 @@ def seconds(run: Callable[[], Any]) -> float:
     return statistics.median(times[2:])
 
 
-def both_ways(forward: Callable[[], tuple[Tensor, ...]]) -> float:
+def kernel_seconds(run: Callable[[], Any], rounds: int = 5) -> float:
+    """The time of a run's kernels, without what the host takes to launch them."""
+    run()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(rounds):
+            run()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in found.key_averages()) / rounds / 1e6
+
+
+def both_ways(forward: Callable[[], tuple[Tensor, ...]], measure: Callable[..., float] = seconds) -> float:
     grads = [torch.randn_like(x) for x in forward()]
-    return seconds(lambda: torch.autograd.backward(forward(), grads))
+    return measure(lambda: torch.autograd.backward(forward(), grads))
 
 
 def attention(heads: int, kv_heads: int, length: int, count: int) -> None:
@@ -129,7 +140,7 @@ def short_attention(heads: int, kv_heads: int) -> None:
 
 
 def pairs(model: str) -> dict[str, tuple[Callable[[], tuple[Tensor, ...]], Callable[[], tuple[Tensor, ...]]]]:
-    """Each operation as ours and as torch's (of heads: the paired kernel, and the general one)."""
+    """Each operation as ours and as torch's."""
     tokens, width, heads, kv_heads, inner = MODELS[model]
     x, late, weight, gates = normal(tokens, width), normal(tokens, width), normal(width), normal(tokens, 2 * inner)
     shape = QKVShape(heads=heads, kv_heads=kv_heads, head_dim=DIM)
@@ -154,10 +165,6 @@ def pairs(model: str) -> dict[str, tuple[Callable[[], tuple[Tensor, ...]], Calla
         ),
         f"heads, {tokens:,} x {shape.rows} x {DIM}": (
             lambda: qk_norm_rope_training(qkv, rotation, q_weight, k_weight, shape),
-            chain,
-        ),
-        f"heads, paired, {tokens:,} x {shape.rows} x {DIM}": (
-            lambda: paired_qk_norm_rope(qkv, rotation, q_weight, k_weight, shape),
             chain,
         ),
     }
@@ -211,12 +218,12 @@ def sums() -> None:
             )
         return (total if gather.inverse_M is None else total.index_select(0, gather.inverse_M)).to(grad.dtype)
 
-    spent = [1e6 * seconds(way) for way in (lambda: sum_copies(grad, gather), in_rounds)]
+    spent = [1e6 * kernel_seconds(way) for way in (lambda: sum_copies(grad, gather), in_rounds)]
     print(f"| gradient of {gather.rows:,} rows gathered {len(grad):,} times | {spent[0]:,.0f} | {spent[1]:,.0f} |")
     for size in (1 << 21, 6 << 20, 25 << 20, 155 << 20):
         total, grad = torch.zeros(size, device="cuda"), normal(size).detach()
         ways = (lambda t=total, g=grad: add_grad(t, g), lambda t=total, g=grad: t.add_(g))
-        ours, theirs = (1e6 * seconds(way) for way in ways)
+        ours, theirs = (1e6 * kernel_seconds(way) for way in ways)
         print(f"| float32 sum of {size:,} bfloat16 gradients | {ours:,.0f} | {theirs:,.0f} |", flush=True)
 
 
@@ -233,7 +240,7 @@ def permutation(tokens: int = 8192, width: int = 2048, choices: int = 8, experts
         spent: list[float] = []
         for fused in (True, False):
             grouped_gemm._FUSES_PERMUTATION = fused
-            spent.append(1e6 * both_ways(way))
+            spent.append(1e6 * both_ways(way, kernel_seconds))
         print(f"| {name}, {tokens:,} x {width:,}, {choices} experts | {spent[0]:,.0f} | {spent[1]:,.0f} |", flush=True)
 
 
@@ -245,7 +252,7 @@ def tiles(model: str) -> None:
         rms_norm_autograd,
         {"_TILE": (4096, 1024, 2048, 8192), "_WARP_ELEMENTS": (512, 1024, 256), "_MAX_PROGRAMS": (528, 1056, 2112)},
     )
-    heads = ways[next(name for name in ways if "paired" in name)][0]
+    heads = ways[next(name for name in ways if "heads" in name)][0]
     sweep(heads, qk_norm_rope_autograd, {"_FORWARD_TILE": (4096, 2048, 1024), "_WARPS": (4, 2)})
     choices = {"_BACKWARD_TILE": (2048, 4096, 1024), "_WARPS": (4, 2), "_MAX_PROGRAMS": (1056, 2112, 4224)}
     sweep(heads, qk_norm_rope_autograd, choices)
@@ -257,7 +264,9 @@ def sweep(run: Callable[[], tuple[Tensor, ...]], module: Any, choices: dict[str,
     for values in itertools.product(*choices.values()):
         for name, value in zip(names, values, strict=True):
             setattr(module, name, value)
-        found.append((1e6 * both_ways(run), ", ".join(f"{n}={v}" for n, v in zip(names, values, strict=True))))
+        found.append(
+            (1e6 * both_ways(run, kernel_seconds), ", ".join(f"{n}={v}" for n, v in zip(names, values, strict=True)))
+        )
     for name, value in before.items():
         setattr(module, name, value)
     for spent, how in [found[0], *sorted(found)[:5]]:
@@ -282,7 +291,8 @@ def main() -> None:
     print("\n| operation | ours, us | torch, us |\n|---|--:|--:|")
     for model in args.models:
         for name, (ours, theirs) in pairs(model).items() if "operations" in args.parts else ():
-            print(f"| {name} | {1e6 * both_ways(ours):,.0f} | {1e6 * both_ways(theirs):,.0f} |", flush=True)
+            spent = [1e6 * both_ways(way, kernel_seconds) for way in (ours, theirs)]
+            print(f"| {name} | {spent[0]:,.0f} | {spent[1]:,.0f} |", flush=True)
         if "head" in args.parts:
             head(model)
         if "tiles" in args.parts:

@@ -16,8 +16,8 @@ from miles.kernels.fused import rms_norm as norm
 from miles.kernels.fused.activation import apply_activation, gated_activation_training
 from miles.kernels.fused.fused_logprob import LogitTransform, compute_logit_grads, reduce_logits
 from miles.kernels.fused.grad_sum import launch_add_grad
-from miles.kernels.fused.qk_norm_rope import QKVShape, qk_norm_rope_training
-from miles.kernels.fused.qk_norm_rope_autograd import paired_qk_norm_rope
+from miles.kernels.fused.qk_norm_rope import QKVShape
+from miles.kernels.fused.qk_norm_rope_autograd import qk_norm_rope_training
 from miles.kernels.fused.rms_norm_autograd import add_rms_norm_training, rms_norm_training
 from miles.kernels.moe.grouped_gemm import sort_rows_by_group
 from miles.kernels.moe.token_permutation import CombineFunction, sum_choices
@@ -154,8 +154,7 @@ def plain_heads(qkv, rotation, q_weight, k_weight, shape):
     ("case", "variant"), [*((case, "halves") for case in HEADS), (HEADS[2], "interleaved"), (HEADS[1], "offset")]
 )
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("fused", [qk_norm_rope_training, paired_qk_norm_rope])
-def test_heads_and_their_gradients_are_the_chains(poisoned, dtype, case, norm, variant, fused):
+def test_heads_and_their_gradients_are_the_chains(poisoned, dtype, case, norm, variant):
     heads, kv_heads, dim, turned = case
     tokens = 700 if CARD else 3
     shape = QKVShape(
@@ -168,7 +167,7 @@ def test_heads_and_their_gradients_are_the_chains(poisoned, dtype, case, norm, v
     qkv = (2 * random(tokens, shape.rows * dim, dtype=dtype)).requires_grad_()
     weights = [random(dim, dtype=dtype).requires_grad_() for _ in range(2)] if norm else []
     rotation = rotations(tokens, turned, shape.interleaved, dtype) if turned else None
-    outs = fused(qkv, rotation, *(weights or (None, None)), shape)
+    outs = qk_norm_rope_training(qkv, rotation, *(weights or (None, None)), shape)
     wide = doubled(qkv, *weights)
     wanted = plain_heads(wide[0], rotation, *(wide[1:] or (None, None)), shape)
     assert near(outs, wanted, dtype)
@@ -178,11 +177,10 @@ def test_heads_and_their_gradients_are_the_chains(poisoned, dtype, case, norm, v
 
 
 @needs_triton
-@pytest.mark.parametrize("fused", [qk_norm_rope_training, paired_qk_norm_rope])
-def test_gradients_of_heads_may_lie_apart(poisoned, fused):
+def test_gradients_of_heads_may_lie_apart(poisoned):
     shape = QKVShape(heads=4, kv_heads=2, head_dim=8)
     qkv = random(6, shape.rows * 8).requires_grad_()
-    outs = fused(qkv, None, None, None, shape)
+    outs = qk_norm_rope_training(qkv, None, None, None, shape)
     grads = [random(x.shape[1], x.shape[0], 8).transpose(0, 1) for x in outs]
     (found,) = torch.autograd.grad(outs, qkv, grads)
     assert torch.equal(found, torch.cat([g.flatten(1) for g in grads], 1))

@@ -78,10 +78,14 @@ class MetricSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobReader:
-    """Computes log-probs with a model, at a temperature, with the logits of ``chunk`` tokens at a time."""
+    """Computes log-probs with a model, at a temperature, with the logits of ``chunk`` tokens at a time.
+
+    ``keeps_grads`` allows to keep gradients of the logits; it is for losses without an entropy bonus.
+    """
 
     temperature: float
     chunk: int | None
+    keeps_grads: bool = False
 
     def run_model(self, model: TrainModel, micro_batches: Sequence[MicroBatch]) -> dict[int, HeadOutput]:
         """Return the hidden states that predict the trained tokens, on the last stage of a pipeline."""
@@ -96,7 +100,9 @@ class LogprobReader:
 
     def compute_logprobs(self, output: HeadOutput, target_R: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probs of the tokens ``target_R``, and the entropies of their distributions."""
-        return compute_logprobs(output, target_R, temperature=self.temperature, chunk=self.chunk)
+        return compute_logprobs(
+            output, target_R, temperature=self.temperature, chunk=self.chunk, keeps_grads=self.keeps_grads
+        )
 
     @torch.no_grad()
     def compute_frozen(self, model: FrozenModel, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:

@@ -164,7 +164,9 @@ class PolicyTrainer:
         _check_options(algo, self._temperature, self._reference, self._critic)
         is_policy_loss = algo.loss_type not in OFFLINE_LOSSES
         temperature, chunk = self._temperature, self._train.log_probs_chunk_size
-        reader = LogprobReader(temperature=temperature if is_policy_loss else 1.0, chunk=chunk)
+        reader = LogprobReader(
+            temperature=temperature if is_policy_loss else 1.0, chunk=chunk, keeps_grads=not algo.entropy_coef
+        )
         group = self._dp_group
         return Objective(
             algo=algo,

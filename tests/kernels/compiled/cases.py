@@ -276,22 +276,13 @@ def _qk_norm_rope(cache: str) -> None:
         qk_norm_rope.launch_qk_norm_rope(qkv, params, k, v, slots, False, pdl, _scales(bool(cache), G))
 
 
-@case()
-def _qk_norm_rope_training() -> None:
-    shape = qk_norm_rope.QKVShape(heads=H, kv_heads=G, head_dim=HEAD)
-    qkv, rotation, weight = _empty(512, shape.rows * HEAD), _empty(512, 2, HEAD, dtype=F32), _empty(HEAD)
-    context = SimpleNamespace(save_for_backward=lambda *tensors: None)
-    q, k, v = qk_norm_rope._QKNormRope.forward(context, qkv, rotation, weight, weight, shape)
-    qk_norm_rope.qk_norm_rope_backward(q, k, v, (qkv, rotation, weight, weight), shape)
-
-
-@case()
-def _paired_qk_norm_rope() -> None:
-    shape = qk_norm_rope.QKVShape(heads=H, kv_heads=G, head_dim=HEAD)
+@case((H, G), (14, 2))
+def _qk_norm_rope_training(heads: int, kv_heads: int) -> None:
+    shape = qk_norm_rope.QKVShape(heads=heads, kv_heads=kv_heads, head_dim=HEAD)
     qkv, rotation, weight = _empty(512, shape.rows * HEAD), _empty(512, 2, HEAD), _empty(HEAD)
     context = SimpleNamespace(save_for_backward=lambda *tensors: None)
     q, k, v = qk_norm_rope_autograd._QKNormRope.forward(context, qkv, rotation, weight, weight, shape)
-    qk_norm_rope_autograd.paired_qk_norm_rope_backward(q, k, v, (qkv, rotation, weight, weight), shape)
+    qk_norm_rope_autograd.qk_norm_rope_backward(q, k, v, (qkv, rotation, weight, weight), shape)
 
 
 @case()

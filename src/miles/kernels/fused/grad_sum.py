@@ -12,11 +12,14 @@ from miles.kernels.runtime.triton_compat import device_guard, jit, tl, triton, u
 
 # Four elements a thread, so that both dtypes have one layout and nothing goes through shared memory.
 _BLOCK, _WARPS = 1024, 8
+# Of smaller gradients, launching the kernel takes the host longer than the kernel saves.
+_MIN_SIZE = 1 << 22
 
 
 def add_grad(total: Tensor | None, grad: Tensor) -> Tensor:
     """``total`` plus ``grad``, in place; without a ``total`` a float32 copy of ``grad``."""
-    if not (use_triton_training(grad) and grad.is_contiguous() and (total is None or total.is_contiguous())):
+    is_plain = grad.is_contiguous() and (total is None or total.is_contiguous())
+    if grad.numel() < _MIN_SIZE or not (is_plain and use_triton_training(grad)):
         return grad.float() if total is None else total.add_(grad)
     return launch_add_grad(total, grad)
 

@@ -31,7 +31,7 @@ _WARPS = 4
 _MAX_PROGRAMS = 1056
 
 
-def paired_qk_norm_rope(
+def qk_norm_rope_training(
     qkv_TN: Tensor,
     rotation_T2r: Tensor | None,
     q_weight_d: Tensor | None,
@@ -72,7 +72,7 @@ class _QKNormRope(torch.autograd.Function):
             tiles = triton.cdiv(tokens, rows) * (shape.rows // heads)
             with device_guard(qkv_TN):
                 tensors = (qkv_TN, rotation_T2r, q_weight_d, k_weight_d, q_THd, k_TGd, v_TGd)
-                _forward_kernel[(tiles,)](
+                _qk_forward_kernel[(tiles,)](
                     *tensors,
                     qkv_TN.stride(0),
                     tokens,
@@ -89,10 +89,10 @@ class _QKNormRope(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor
     ) -> tuple[Tensor, None, Tensor | None, Tensor | None, None]:
-        return paired_qk_norm_rope_backward(q_THd, k_TGd, v_TGd, ctx.saved_tensors, ctx.shape)
+        return qk_norm_rope_backward(q_THd, k_TGd, v_TGd, ctx.saved_tensors, ctx.shape)
 
 
-def paired_qk_norm_rope_backward(
+def qk_norm_rope_backward(
     q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, saved: Sequence[Tensor | None], shape: QKVShape
 ) -> tuple[Tensor, None, Tensor | None, Tensor | None, None]:
     """Gradients of the projection and of the norm weights, from those of queries, keys and values.
@@ -109,7 +109,7 @@ def paired_qk_norm_rope_backward(
     partial_sums_PBd = torch.empty(programs, blocks, dim, dtype=torch.float32, device=q_THd.device)
     if tokens:
         with device_guard(q_THd):
-            _backward_kernel[(programs * blocks,)](
+            _qk_backward_kernel[(programs * blocks,)](
                 q_THd,
                 k_TGd,
                 v_TGd,
@@ -277,7 +277,7 @@ def _copy_heads(
 
 
 @jit
-def _forward_kernel(
+def _qk_forward_kernel(
     qkv_ptr: tl.tensor,
     rotation_ptr: tl.tensor,
     q_weight_ptr: tl.tensor,
@@ -451,7 +451,7 @@ def _copy_values_back(
 
 
 @jit
-def _backward_kernel(
+def _qk_backward_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,

@@ -47,6 +47,8 @@ RecomputeMode = Literal["none", "selective", "full"]
 # half precision on an accelerator they are twice as many, and the gradients are half as wide: the same.)
 _LOGITS = {False: 1 << 24, True: 1 << 27}
 _LOGIT_COPIES = 3
+MAX_KEPT_LOGIT_GRADS = 0
+"""Gradients of logits that a step on an accelerator keeps in half precision; of more, logits are computed twice."""
 
 
 class ContextScan(NamedTuple):
@@ -499,6 +501,8 @@ def activation_bytes(
     body = tokens * (saved + 4 * spec.hidden_size * size + stream_bytes(spec, size)) + max(tokens * largest, workspace)
     rows = min(tokens, max(1, _LOGITS[fused] // spec.vocab_size))
     head = rows * spec.vocab_size * 4 * _LOGIT_COPIES + 4 * spec.vocab_size * spec.hidden_size
+    if fused and size < 4 and tokens * spec.vocab_size <= MAX_KEPT_LOGIT_GRADS:
+        head += tokens * spec.vocab_size * size
     factors = 0
     is_packed = spec.quantization is not None and spec.quantization.packed
     if lora is not None and (is_packed or lora.unmerged):
