@@ -7,10 +7,9 @@
 
 bf16, random weights of the published shapes, every token trained, full trainer steps (two micro-batches, then clipping
 and AdamW with float32 master weights and moments). Sides: ``ours``; ``torch``, the same without our training kernels;
-``ours+norms`` and the like, with other kernels; ``transformers``, a hand-written step (its own loss, SDPA, fused AdamW
-on bf16 weights: six bytes less of state per parameter). A step that does not fit is repeated with activation
-checkpointing. MFU counts the FLOPs a step needs, without recomputation, against the 8192^3 bf16 matmul measured in the
-same process.
+``transformers``, a hand-written step (its own loss, SDPA, fused AdamW on bf16 weights: six bytes less of state per
+parameter). A step that does not fit is repeated with activation checkpointing. MFU counts the FLOPs a step needs,
+without recomputation, against the 8192^3 bf16 matmul measured in the same process.
 
 Parts: ``steps`` the table; ``profile`` where a step's time goes, by kernel; ``prefix`` eight samples of one 1,024-token
 prompt, computed once and not. Each measurement is a process of its own. Single kernels: ``bench_training_kernels.py``.
@@ -130,13 +129,23 @@ def estimate_gib(case: Case, precision: str = "") -> float:
 
     spec = quantize_spec(spec_named(case.model, case.layers), precision)
     layers = case.again_layers
-    train = TrainConfig(gradient_checkpointing=case.again)
+    knobs: dict[str, Any] = {"gradient_checkpointing": case.again, "max_tokens_per_gpu": case.tokens}
     if layers is not None:
-        train = TrainConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=layers)
+        knobs |= {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
+    train = TrainConfig(**knobs)
     held = estimate_rank_memory(spec, ParallelDims(), "bfloat16", moments=case.optimizer_state)
     share = 1 - expert_parameters(spec)[0] / parameter_count(spec) if case.frozen else 1.0
     kept = estimate_rank_activations(spec, ParallelDims(), "bfloat16", case.tokens, train, fused=True)
-    return (held.weights + share * (held.gradients + held.optimizer) + kept) / GIB
+    return (held.weights + share * (held.gradients + held.optimizer) + kept - unsaved_bytes(case, spec)) / GIB
+
+
+def unsaved_bytes(case: Case, spec: Any) -> int:
+    """Inputs of frozen experts, which only the gradients of their weights would need; of layers that save anything."""
+    from miles.models.spec import MoeSpec
+
+    saving = spec.layers[case.again_layers or 0 :] if not case.again or case.again_layers else ()
+    experts = [layer.ffn for layer in saving if isinstance(layer.ffn, MoeSpec)] if case.frozen else []
+    return sum(2 * case.tokens * ffn.experts_per_token * (spec.hidden_size + ffn.size) for ffn in experts)
 
 
 # -- a step of ours ---------------------------------------------------------------------------
@@ -203,23 +212,10 @@ def ours(case: Case, *, plain: bool = False, precision: str = "", changes: tuple
 
     if plain:
         without_kernels()
-    change_kernels(changes)
     rng, vocab = np.random.default_rng(0), spec_named(case.model, case.layers).vocab_size
     # A sample is read up to its last token but one.
     samples = [sample(rng, 0, rng.integers(0, vocab, case.length + 1), 1, i) for i in range(case.count * case.batches)]
     return build_step(trainer(case, precision=precision), samples)
-
-
-def change_kernels(changes: tuple[str, ...]) -> None:
-    """Switch ``norms`` and the permutation of ``moe`` to Triton; ``logits`` keeps gradients and computes none again."""
-    from miles.kernels.fused import rms_norm
-    from miles.kernels.moe import grouped_gemm
-    from miles.models.accounting import activations
-
-    rms_norm._PREFERS_TRITON |= "norms" in changes
-    grouped_gemm._FUSES_PERMUTATION |= "moe" in changes
-    if "logits" in changes:
-        activations.MAX_KEPT_LOGIT_GRADS = 5 << 29
 
 
 def without_kernels() -> None:
@@ -270,10 +266,6 @@ SIDES: dict[str, Callable[[Case], Callable[[], Any]]] = {
     **{
         f"ours:{name}": partial(ours, precision=name)
         for name in ("fp8", "fp8_pow2", "fp8_channel", "mxfp8", "nvfp4", "int4_g32")
-    },
-    **{
-        f"ours+{'+'.join(names)}": partial(ours, changes=names)
-        for names in (("norms",), ("moe",), ("logits",), ("norms", "logits"), ("norms", "moe"))
     },
     "torch": lambda case: ours(case, plain=True),
     "transformers": theirs,

@@ -231,17 +231,18 @@ def permutation(tokens: int = 8192, width: int = 2048, choices: int = 8, experts
     """Rows of experts, permuted and combined: by one kernel each way, and by gathers and matmuls."""
     rows = grouped_gemm.sort_rows_by_group(torch.rand(tokens, experts, device="cuda").topk(choices).indices, experts)
     x, sorted_x = normal(tokens, width), normal(tokens * choices, width)
-    weights = normal(tokens, choices)
+    weights, kernels = normal(tokens, choices), grouped_gemm.use_triton_training
     ways: dict[str, Callable[[], tuple[Tensor, ...]]] = {
         "dispatch": lambda: (grouped_gemm.dispatch(x, rows),),
         "combine": lambda: (grouped_gemm.combine_rows(sorted_x, weights, rows),),
     }
     for name, way in ways.items():
         spent: list[float] = []
-        for fused in (True, False):
-            grouped_gemm._FUSES_PERMUTATION = fused
+        for is_ours in (True, False):
+            grouped_gemm.use_triton_training = kernels if is_ours else lambda x: False
             spent.append(1e6 * both_ways(way, kernel_seconds))
         print(f"| {name}, {tokens:,} x {width:,}, {choices} experts | {spent[0]:,.0f} | {spent[1]:,.0f} |", flush=True)
+    grouped_gemm.use_triton_training = kernels
 
 
 def tiles(model: str) -> None:

@@ -350,7 +350,7 @@ def test_logits_are_computed_once_where_their_gradients_are_kept(monkeypatch, wo
     )
     whole, target = material(7, 4, vocab, dtype=torch.float32)
     whole = replace(whole, softcap=softcap)
-    weights, how = torch.randn(2, 7), {"temperature": temperature, "keeps_grads": True}
+    weights, how = torch.randn(2, 7), {"temperature": temperature, "max_tokens": 7}
     rounds, parts = [[] for _ in range(world)], []
     for _ in range(1 if world == 1 else 4):
         computed.clear()
@@ -366,8 +366,8 @@ def test_without_room_for_their_gradients_logits_are_computed_again(monkeypatch)
     monkeypatch.setattr(activations, "MAX_KEPT_LOGIT_GRADS", 7 * 11 - 1)
     monkeypatch.setattr(logits, "write_unit_grads", None)
     whole, target = material(7, 4, 11, dtype=torch.float32)
-    assert compute_logprobs(whole, target, keeps_grads=True)[0].requires_grad
+    assert compute_logprobs(whole, target, max_tokens=7)[0].requires_grad
     monkeypatch.setattr(activations, "MAX_KEPT_LOGIT_GRADS", 7 * 11)
     with torch.no_grad():
-        compute_logprobs(whole, target, keeps_grads=True)
-    compute_logprobs(whole, target, keeps_grads=True, chunk=4)
+        compute_logprobs(whole, target, max_tokens=7)
+    compute_logprobs(whole, target, max_tokens=7, chunk=4)

@@ -80,12 +80,13 @@ class MetricSums:
 class LogprobReader:
     """Computes log-probs with a model, at a temperature, with the logits of ``chunk`` tokens at a time.
 
-    ``keeps_grads`` allows to keep gradients of the logits; it is for losses without an entropy bonus.
+    ``max_tokens`` of a micro-batch decide whether logits are computed once (``train.logprobs``); None: twice, for
+    losses with an entropy bonus.
     """
 
     temperature: float
     chunk: int | None
-    keeps_grads: bool = False
+    max_tokens: int | None = None
 
     def run_model(self, model: TrainModel, micro_batches: Sequence[MicroBatch]) -> dict[int, HeadOutput]:
         """Return the hidden states that predict the trained tokens, on the last stage of a pipeline."""
@@ -101,7 +102,7 @@ class LogprobReader:
     def compute_logprobs(self, output: HeadOutput, target_R: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probs of the tokens ``target_R``, and the entropies of their distributions."""
         return compute_logprobs(
-            output, target_R, temperature=self.temperature, chunk=self.chunk, keeps_grads=self.keeps_grads
+            output, target_R, temperature=self.temperature, chunk=self.chunk, max_tokens=self.max_tokens
         )
 
     @torch.no_grad()

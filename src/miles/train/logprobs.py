@@ -135,13 +135,14 @@ def compute_logprobs(
     *,
     temperature: float = 1.0,
     chunk: int | None = None,
-    keeps_grads: bool = False,
+    max_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each target and the entropy of each distribution, both differentiable.
 
     Logits are soft-capped by ``softcap`` if set, divided by ``temperature`` and computed in float32 (float64
     for float64 inputs), ``chunk`` tokens at a time. Targets and results are those of the whole micro-batch, also
-    with context parallelism. ``keeps_grads`` allows to trade memory for computing logits once, without a ``chunk``.
+    with context parallelism. Without a ``chunk``, logits are computed once if there is room for the gradients of
+    ``max_tokens``, the most that a micro-batch has; None: entropies have a gradient, which needs them again.
     """
     tokens = output.tokens
     target_r = target_R if tokens is None else target_R.index_select(0, tokens.mine_r)
@@ -153,7 +154,9 @@ def compute_logprobs(
         vocabulary=output.vocabulary,
         numerics=output.numerics,
         adapter=output.build_adapter(),
-        keeps_grads=keeps_grads and chunk is None and _can_keep_grads(output, len(target_r)),
+        keeps_grads=max_tokens is not None
+        and chunk is None
+        and _can_keep_grads(output, max(max_tokens, len(target_r))),
     )
     tensors = (output.hidden_RD, output.head_VD, *output.factors())
     lora = None if output.lora is None else output.lora.detach()
@@ -165,7 +168,7 @@ def compute_logprobs(
 
 
 def _can_keep_grads(output: HeadOutput, count: int) -> bool:
-    """Whether forward may keep the gradients of all logits of so many tokens."""
+    """Whether forward keeps the gradients of all logits, of which there are those of so many tokens at most."""
     is_plain = output.lora is None and not output.numerics.batch_invariant
     fits = count * len(output.head_VD) <= activations.MAX_KEPT_LOGIT_GRADS
     return is_plain and fits and torch.is_grad_enabled() and use_triton_training(output.hidden_RD)

@@ -165,7 +165,9 @@ class PolicyTrainer:
         is_policy_loss = algo.loss_type not in OFFLINE_LOSSES
         temperature, chunk = self._temperature, self._train.log_probs_chunk_size
         reader = LogprobReader(
-            temperature=temperature if is_policy_loss else 1.0, chunk=chunk, keeps_grads=not algo.entropy_coef
+            temperature=temperature if is_policy_loss else 1.0,
+            chunk=chunk,
+            max_tokens=None if algo.entropy_coef else self._train.max_tokens_per_gpu,
         )
         group = self._dp_group
         return Objective(

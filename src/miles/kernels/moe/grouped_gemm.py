@@ -16,9 +16,6 @@ from torch import Tensor
 from miles.kernels.moe.token_permutation import CombineFunction, sum_choices
 from miles.kernels.runtime.triton_compat import use_triton_training
 
-# Whether rows are gathered and added by one Triton kernel in training.
-_FUSES_PERMUTATION = False
-
 
 @dataclass(frozen=True, slots=True)
 class SortedRows:
@@ -85,7 +82,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows: SortedRows = ctx.rows
-        if _FUSES_PERMUTATION and use_triton_training(grad_RD):
+        if use_triton_training(grad_RD):
             return sum_choices(grad_RD, None, rows.place_R, rows.per_token), None
         return grad_RD.index_select(0, rows.place_R).unflatten(0, (-1, rows.per_token)).sum(1), None
 
@@ -137,7 +134,7 @@ def scale_rows(x_RD: Tensor, weights_Tk: Tensor, rows: SortedRows) -> Tensor:
 
 def combine_rows(x_RD: Tensor, weights_Tk: Tensor | None, rows: SortedRows) -> Tensor:
     """The sum of each token's rows, weighted if there are weights, in the order of its choices."""
-    if _FUSES_PERMUTATION and weights_Tk is not None and use_triton_training(x_RD):
+    if weights_Tk is not None and use_triton_training(x_RD):
         return CombineFunction.apply(x_RD, weights_Tk, rows.order_R, rows.place_R)  # pyright: ignore[reportReturnType]
     flat_RD = permute(x_RD, rows.place_R, rows.order_R)
     if weights_Tk is None:

@@ -19,7 +19,7 @@ from miles.kernels.numerics import FAST, Numerics
 from miles.launch.config import Config
 from miles.launch.plan.lora import packs_base
 from miles.launch.plan.topology import is_distributed
-from miles.models.accounting.activations import ContextScan, RecomputeMode, activation_bytes
+from miles.models.accounting.activations import MAX_KEPT_LOGIT_GRADS, ContextScan, RecomputeMode, activation_bytes
 from miles.models.accounting.params import (
     BYTES,
     RankParam,
@@ -235,6 +235,11 @@ def estimate_rank_activations(
         lora=lora,
         experts=layout.expert,
         scan=ContextScan(layout.context, longest // (2 * layout.context) if is_split else None),
+        keeps_logit_grads=(
+            config.log_probs_chunk_size is None
+            and not numerics.batch_invariant
+            and max(config.max_tokens_per_gpu, tokens // layout.context) * shard.vocab_size <= MAX_KEPT_LOGIT_GRADS
+        ),
     )
 
 

@@ -47,7 +47,7 @@ RecomputeMode = Literal["none", "selective", "full"]
 # half precision on an accelerator they are twice as many, and the gradients are half as wide: the same.)
 _LOGITS = {False: 1 << 24, True: 1 << 27}
 _LOGIT_COPIES = 3
-MAX_KEPT_LOGIT_GRADS = 0
+MAX_KEPT_LOGIT_GRADS = 5 << 29
 """Gradients of logits that a step on an accelerator keeps in half precision; of more, logits are computed twice."""
 
 
@@ -477,6 +477,7 @@ def activation_bytes(
     lora: LoraSpec | None = None,
     experts: int = 1,
     scan: ContextScan = ContextScan(),  # noqa: B008 (immutable)
+    keeps_logit_grads: bool = False,
 ) -> int:
     """Compute the peak of a step besides weights, gradients and optimizer, with ``tokens`` in a rank's micro-batch.
 
@@ -484,7 +485,7 @@ def activation_bytes(
     recomputed; ``selective`` also saves attention and matmul outputs. If only the ``first`` layers are recomputed, the
     others save everything. Sequence parallelism shards the residual stream over ``sequence`` ranks. With ``lora`` only
     its adapters are trained. ``experts`` ranks share the experts of a layer. ``scan`` is
-    what context ranks scan of recurrent layers.
+    what context ranks scan of recurrent layers. ``keeps_logit_grads``: logits are computed once (``train.logprobs``).
     """
     mode: RecomputeMode = "full" if checkpointing else recompute
     settings = _list_settings(spec, lora)
@@ -501,8 +502,9 @@ def activation_bytes(
     body = tokens * (saved + 4 * spec.hidden_size * size + stream_bytes(spec, size)) + max(tokens * largest, workspace)
     rows = min(tokens, max(1, _LOGITS[fused] // spec.vocab_size))
     head = rows * spec.vocab_size * 4 * _LOGIT_COPIES + 4 * spec.vocab_size * spec.hidden_size
-    if fused and size < 4 and tokens * spec.vocab_size <= MAX_KEPT_LOGIT_GRADS:
-        head += tokens * spec.vocab_size * size
+    if keeps_logit_grads and fused and size < 4:
+        # They are kept while a chunk's logits exist, and the gradient of the head is then one matmul.
+        head = tokens * spec.vocab_size * size + 2 * rows * spec.vocab_size * 4
     factors = 0
     is_packed = spec.quantization is not None and spec.quantization.packed
     if lora is not None and (is_packed or lora.unmerged):
