@@ -41,7 +41,8 @@ BATCHES = 2
 class Case:
     """Micro-batches of ``count`` samples of ``length`` tokens; ``frozen`` trains all but the experts.
 
-    ``layers`` of the model are there, or all. A ``long`` step has one micro-batch, and is timed once behind another.
+    ``layers`` of the model are there, or all, of which the first ``again_layers`` (or all) are recomputed if ``again``.
+    A ``long`` step has one micro-batch, and is timed once behind another.
     """
 
     model: str
@@ -49,6 +50,7 @@ class Case:
     count: int = 1
     frozen: bool = False
     again: bool = False
+    again_layers: int | None = None
     optimizer_state: Literal["float32", "int8"] = "float32"
     layers: int | None = None
     long: bool = False
@@ -69,6 +71,7 @@ CASES = {
     "4B-8k-again": Case("Qwen3-4B", 8192, again=True),
     "8B-8k-int8": Case("Qwen3-8B", 8192, again=True, optimizer_state="int8"),
     "30B-A3B-frozen-8k": Case("Qwen3-30B-A3B", 8192, frozen=True, again=True),
+    "30B-A3B-frozen-8k-16": Case("Qwen3-30B-A3B", 8192, frozen=True, again=True, again_layers=16),
     "4B-131k": Case("Qwen3-4B", 131072, again=True, long=True),
     "30B-A3B-6L-8k": Case("Qwen3-30B-A3B", 8192, layers=6),
 }
@@ -125,11 +128,24 @@ def estimate_gib(case: Case, precision: str = "") -> float:
     from miles.train.config import TrainConfig
 
     spec = quantize_spec(spec_named(case.model, case.layers), precision)
-    train = TrainConfig(gradient_checkpointing=case.again)
+    layers = case.again_layers
+    knobs: dict[str, Any] = {"gradient_checkpointing": case.again, "max_tokens_per_gpu": case.tokens}
+    if layers is not None:
+        knobs |= {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
+    train = TrainConfig(**knobs)
     held = estimate_rank_memory(spec, ParallelDims(), "bfloat16", moments=case.optimizer_state)
     share = 1 - expert_parameters(spec)[0] / parameter_count(spec) if case.frozen else 1.0
     kept = estimate_rank_activations(spec, ParallelDims(), "bfloat16", case.tokens, train, fused=True)
-    return (held.weights + share * (held.gradients + held.optimizer) + kept) / GIB
+    return (held.weights + share * (held.gradients + held.optimizer) + kept - unsaved_bytes(case, spec)) / GIB
+
+
+def unsaved_bytes(case: Case, spec: Any) -> int:
+    """Inputs of frozen experts, which only the gradients of their weights would need; of layers that save anything."""
+    from miles.models.spec import MoeSpec
+
+    saving = spec.layers[case.again_layers or 0 :] if not case.again or case.again_layers else ()
+    experts = [layer.ffn for layer in saving if isinstance(layer.ffn, MoeSpec)] if case.frozen else []
+    return sum(2 * case.tokens * ffn.experts_per_token * (spec.hidden_size + ffn.size) for ffn in experts)
 
 
 # -- a step of ours ---------------------------------------------------------------------------
@@ -175,6 +191,7 @@ def trainer(case: Case, parity: Literal["fast", "exact"] = "fast", precision: st
         for name, parameter in decoder.named_parameters():
             parameter.requires_grad_(".moe.gate_up" not in name and ".moe.down" not in name)
     train = TrainConfig(max_tokens_per_gpu=case.tokens, optimizer_state_dtype=case.optimizer_state, **knobs)
+    decoder.recompute_num_layers = case.again_layers
     model = LocalModel(decoder, gradient_checkpointing=case.again)
     return PolicyTrainer(
         model, algo=AlgoConfig(), train=train, steps=1, updates=100, temperature=1.0, run=InlineExecutor()
@@ -190,7 +207,7 @@ def build_step(worker: Any, samples: Any) -> Callable[[], Any]:
     return lambda: asyncio.run(worker.step(batch))
 
 
-def ours(case: Case, *, plain: bool = False, precision: str = "") -> Callable[[], Any]:
+def ours(case: Case, *, plain: bool = False, precision: str = "", changes: tuple[str, ...] = ()) -> Callable[[], Any]:
     import numpy as np
 
     if plain:
@@ -305,11 +322,27 @@ KINDS = (
     ("attention", ("flash", "fmha", "attn", "mha", "softmax_warp")),
     ("log-probs: sums and slopes", ("_reduce_kernel", "_grad_kernel", "log_softmax", "logsoftmax")),
     ("activations", ("_gated_forward_kernel", "_gated_backward_kernel", "silu")),
-    ("QK-norm and RoPE", ("_training_forward_kernel", "_training_backward_kernel")),
+    ("QK-norm and RoPE", ("_qk_forward_kernel", "_qk_backward_kernel")),
     ("norms", ("_forward_kernel", "_backward_kernel", "rms_norm", "layer_norm", "rmsnorm", "layernorm")),
     ("optimizer", ("adam", "multi_tensor", "lpnorm", "foreach")),
     ("matrix products", ("gemm", "nvjet", "cutlass", "cublas", "splitk", "xmma", "grouped")),
-    ("copies, gathers", ("memcpy", "copy", "memset", "gather", "index", "cat", "scatter", "sort", "embedding")),
+    (
+        "copies, gathers",
+        (
+            "memcpy",
+            "copy",
+            "memset",
+            "gather",
+            "add_grad",
+            "choices",
+            "spread",
+            "index",
+            "cat",
+            "scatter",
+            "sort",
+            "embedding",
+        ),
+    ),
     ("other elementwise and sums", ("elementwise", "reduce", "fill")),
 )
 

@@ -1,27 +1,42 @@
 """Training kernels on a GPU besides the GEMMs: torch's attention backends, and our fused kernels.
 
     PYTHONPATH=src python benchmarks/bench_training_kernels.py
+    PYTHONPATH=src python benchmarks/bench_training_kernels.py --parts operations head tiles
 
-Forward and backward together, medians. Attention is in TFLOP/s of what a causal triangle needs (3.5 forwards); the rest
-in microseconds beside the same operations in plain torch.
+Forward and backward together, medians; of short operations the time of their kernels alone. Attention is in TFLOP/s of
+what a causal triangle needs (3.5 forwards); the rest in microseconds beside the same operations in plain torch.
+
+Parts: ``attention`` of long sequences, and of the short ones and shared prompts of a GRPO step; ``operations`` fused
+kernels; ``head`` log-probs by chunk size; ``moe`` the permutation of tokens; ``sums`` gradients of gathered rows and
+float32 gradient sums; ``tiles`` norms and heads by the size of their tiles.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 
+from miles.kernels.attention.gather_rows import sum_copies
 from miles.kernels.attention.params import AttentionInputs, AttentionParams
+from miles.kernels.attention.tree import Segment, TreeAttentionBackend
 from miles.kernels.attention.varlen import VarlenAttentionBackend
+from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend, BatchInvariantVarlenBackend
+from miles.kernels.fused import qk_norm_rope_autograd, rms_norm_autograd
 from miles.kernels.fused.activation import apply_activation, gated_activation_training
-from miles.kernels.fused.qk_norm_rope import QKVShape, qk_norm_rope_training
+from miles.kernels.fused.grad_sum import add_grad
+from miles.kernels.fused.qk_norm_rope import QKVShape
+from miles.kernels.fused.qk_norm_rope_autograd import qk_norm_rope_training
 from miles.kernels.fused.rms_norm_autograd import add_rms_norm_training
+from miles.kernels.moe import grouped_gemm
 from miles.kernels.numerics import FAST
 from miles.models.layers.rope import apply_rotary
 from miles.train import logprobs
@@ -51,9 +66,19 @@ def seconds(run: Callable[[], Any]) -> float:
     return statistics.median(times[2:])
 
 
-def both_ways(forward: Callable[[], tuple[Tensor, ...]]) -> float:
+def kernel_seconds(run: Callable[[], Any], rounds: int = 5) -> float:
+    """The time of a run's kernels, without what the host takes to launch them."""
+    run()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(rounds):
+            run()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in found.key_averages()) / rounds / 1e6
+
+
+def both_ways(forward: Callable[[], tuple[Tensor, ...]], measure: Callable[..., float] = seconds) -> float:
     grads = [torch.randn_like(x) for x in forward()]
-    return seconds(lambda: torch.autograd.backward(forward(), grads))
+    return measure(lambda: torch.autograd.backward(forward(), grads))
 
 
 def attention(heads: int, kv_heads: int, length: int, count: int) -> None:
@@ -77,6 +102,41 @@ def attention(heads: int, kv_heads: int, length: int, count: int) -> None:
         except RuntimeError as error:
             reported = str(error).splitlines()[0][:60]
         print(f"| {heads}/{kv_heads} heads, {count} x {length:,} | {name} | {reported} |", flush=True)
+
+
+def short_attention(heads: int, kv_heads: int) -> None:
+    """Packed samples of a GRPO step: 16,384 tokens in samples of 512, and of prompts of 256 shared by eight samples."""
+    prompt, reply, samples = 256, 256, 8
+    prompts = 16384 // (prompt + samples * reply)
+    segments: list[Segment] = []
+    for start in range(0, prompts * (prompt + samples * reply), prompt + samples * reply):
+        segments.append(Segment(prompt, ((start, prompt),)))
+        replies = range(start + prompt, start + prompt + samples * reply, reply)
+        segments += [Segment(reply, ((start, prompt), (first, reply))) for first in replies]
+    lengths = [prompt + reply] * (16384 // (prompt + reply))
+    backends: dict[str, tuple[int, float, Any]] = {
+        "packed": (sum(lengths), 512 * 512 / 2 * len(lengths), VarlenAttentionBackend(lengths, "cuda")),
+        "packed, batch-invariant": (
+            sum(lengths),
+            512 * 512 / 2 * len(lengths),
+            BatchInvariantVarlenBackend(lengths, "cuda"),
+        ),
+    }
+    shared = (sum(s.length for s in segments), float(sum(s.length * (s.keys - s.length / 2) for s in segments)))
+    backends["shared"] = (*shared, TreeAttentionBackend(segments, "cuda"))
+    backends["shared, batch-invariant"] = (*shared, BatchInvariantTreeBackend(segments, "cuda"))
+    params = AttentionParams(scale=DIM**-0.5)
+    for name, (tokens, scores, attend) in backends.items():
+        q, k, v = normal(tokens, heads, DIM), *(normal(tokens, kv_heads, DIM) for _ in range(2))
+
+        def run(attend: Any = attend, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> tuple[Tensor, ...]:
+            return (attend(0, AttentionInputs(q, k, v, params)),)
+
+        spent = both_ways(run)
+        rate = 3.5 * 4 * scores * heads * DIM / spent / 1e12
+        print(
+            f"| {heads}/{kv_heads} heads, {name} {tokens:,} | {1e6 * spent:,.0f} us | {rate:.0f} TFLOP/s |", flush=True
+        )
 
 
 def pairs(model: str) -> dict[str, tuple[Callable[[], tuple[Tensor, ...]], Callable[[], tuple[Tensor, ...]]]]:
@@ -114,25 +174,134 @@ def head(model: str) -> None:
     tokens, width, *_ = MODELS[model]
     output = HeadOutput(hidden_RD=normal(tokens, width), head_VD=normal(VOCABULARY, width))
     target, kernels = torch.randint(0, VOCABULARY, (tokens,), device="cuda"), logprobs.use_triton_training
-    spent: list[float] = []
-    for ours in (True, False):
-        logprobs.use_triton_training = kernels if ours else lambda x: False
-        spent.append(both_ways(lambda: (compute_logprobs(output, target)[0],)))
-    logprobs.use_triton_training = kernels
     products = 3 * 2 * tokens * width * VOCABULARY
-    print(f"| log-probs, {tokens:,} x {width:,} x {VOCABULARY:,} | {1e6 * spent[0]:,.0f} | {1e6 * spent[1]:,.0f} |")
-    print(f"| (their three products at {products / spent[0] / 1e12:.0f} TFLOP/s) | | |", flush=True)
+    for chunk in (None, 1792, 3584, 8192, tokens):
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        spent = both_ways(lambda chunk=chunk: (compute_logprobs(output, target, chunk=chunk)[0],))
+        peak = (torch.cuda.max_memory_allocated() - held) / 2**30
+        rate = f"{products / spent / 1e12:.0f} TFLOP/s of three products, {peak:.1f} GiB"
+        print(f"| log-probs, {tokens:,} x {width:,}, chunk {chunk} | {1e6 * spent:,.0f} | {rate} |", flush=True)
+    logprobs.use_triton_training = lambda x: False
+    spent = both_ways(lambda: (compute_logprobs(output, target)[0],))
+    logprobs.use_triton_training = kernels
+    print(f"| log-probs, {tokens:,} x {width:,}, torch | {1e6 * spent:,.0f} | |", flush=True)
+    grad, hidden = normal(1792, VOCABULARY).detach(), normal(1792, width).detach()
+    total = torch.zeros(VOCABULARY, width, device="cuda")
+    ways: dict[str, Callable[[], object]] = {
+        "product, torch sum": lambda: total.add_(grad.T @ hidden),
+        "product, fused sum": lambda: add_grad(total, grad.T @ hidden),
+        "product into the sum": lambda: torch.addmm(total, grad.T, hidden, out_dtype=torch.float32, out=total),
+        "product": lambda: grad.T @ hidden,
+    }
+    for name, way in ways.items():
+        print(f"| head gradient of 1,792 tokens x {width:,}, {name} | {1e6 * seconds(way):,.0f} | |", flush=True)
+
+
+def sums() -> None:
+    """The backward of the key gather of shared prompts in kernel and rounds, and float32 sums of bfloat16 gradients."""
+    prompt, reply, samples = 256, 256, 8
+    segments: list[Segment] = []
+    for start in range(0, 7 * (prompt + samples * reply), prompt + samples * reply):
+        segments.append(Segment(prompt, ((start, prompt),)))
+        replies = range(start + prompt, start + prompt + samples * reply, reply)
+        segments += [Segment(reply, ((start, prompt), (first, reply))) for first in replies]
+    view = TreeAttentionBackend(segments, "cuda")._get_view(AttentionParams(scale=1.0))
+    gather = view.get_key_gather()
+    grad = normal(len(gather.row_P), 8, DIM).detach()
+
+    def in_rounds() -> Tensor:
+        total = grad.new_zeros(gather.rows, *grad.shape[1:], dtype=torch.float32)
+        for slots in gather.rounds:
+            total[: slots.shape[1]] += (
+                grad.index_select(0, slots.flatten()).unflatten(0, slots.shape).sum(0, dtype=torch.float32)
+            )
+        return (total if gather.inverse_M is None else total.index_select(0, gather.inverse_M)).to(grad.dtype)
+
+    spent = [1e6 * kernel_seconds(way) for way in (lambda: sum_copies(grad, gather), in_rounds)]
+    print(f"| gradient of {gather.rows:,} rows gathered {len(grad):,} times | {spent[0]:,.0f} | {spent[1]:,.0f} |")
+    for size in (1 << 21, 6 << 20, 25 << 20, 155 << 20):
+        total, grad = torch.zeros(size, device="cuda"), normal(size).detach()
+        ways = (lambda t=total, g=grad: add_grad(t, g), lambda t=total, g=grad: t.add_(g))
+        ours, theirs = (1e6 * kernel_seconds(way) for way in ways)
+        print(f"| float32 sum of {size:,} bfloat16 gradients | {ours:,.0f} | {theirs:,.0f} |", flush=True)
+
+
+def permutation(tokens: int = 8192, width: int = 2048, choices: int = 8, experts: int = 128) -> None:
+    """Rows of experts, permuted and combined: by one kernel each way, and by gathers and matmuls."""
+    rows = grouped_gemm.sort_rows_by_group(torch.rand(tokens, experts, device="cuda").topk(choices).indices, experts)
+    x, sorted_x = normal(tokens, width), normal(tokens * choices, width)
+    weights, kernels = normal(tokens, choices), grouped_gemm.use_triton_training
+    ways: dict[str, Callable[[], tuple[Tensor, ...]]] = {
+        "dispatch": lambda: (grouped_gemm.dispatch(x, rows),),
+        "combine": lambda: (grouped_gemm.combine_rows(sorted_x, weights, rows),),
+    }
+    for name, way in ways.items():
+        spent: list[float] = []
+        for is_ours in (True, False):
+            grouped_gemm.use_triton_training = kernels if is_ours else lambda x: False
+            spent.append(1e6 * both_ways(way, kernel_seconds))
+        print(f"| {name}, {tokens:,} x {width:,}, {choices} experts | {spent[0]:,.0f} | {spent[1]:,.0f} |", flush=True)
+    grouped_gemm.use_triton_training = kernels
+
+
+def tiles(model: str) -> None:
+    """Norms and heads with other tiles; the first line of each is the one that is used."""
+    ways = pairs(model)
+    sweep(
+        ways[next(name for name in ways if "norm" in name)][0],
+        rms_norm_autograd,
+        {"_TILE": (4096, 1024, 2048, 8192), "_WARP_ELEMENTS": (512, 1024, 256), "_MAX_PROGRAMS": (528, 1056, 2112)},
+    )
+    heads = ways[next(name for name in ways if "heads" in name)][0]
+    sweep(heads, qk_norm_rope_autograd, {"_FORWARD_TILE": (4096, 2048, 1024), "_WARPS": (4, 2)})
+    choices = {"_BACKWARD_TILE": (2048, 4096, 1024), "_WARPS": (4, 2), "_MAX_PROGRAMS": (1056, 2112, 4224)}
+    sweep(heads, qk_norm_rope_autograd, choices)
+
+
+def sweep(run: Callable[[], tuple[Tensor, ...]], module: Any, choices: dict[str, Sequence[int]]) -> None:
+    names, before = list(choices), {name: getattr(module, name) for name in choices}
+    found: list[tuple[float, str]] = []
+    for values in itertools.product(*choices.values()):
+        for name, value in zip(names, values, strict=True):
+            setattr(module, name, value)
+        found.append(
+            (1e6 * both_ways(run, kernel_seconds), ", ".join(f"{n}={v}" for n, v in zip(names, values, strict=True)))
+        )
+    for name, value in before.items():
+        setattr(module, name, value)
+    for spent, how in [found[0], *sorted(found)[:5]]:
+        print(f"| {module.__name__.rpartition('.')[2]}: {how} | {spent:,.0f} | |", flush=True)
+
+
+PARTS = ("attention", "operations", "head", "moe", "sums", "tiles")
 
 
 def main() -> None:
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n\n| attention | way | |\n|---|---|--:|")
-    for case in ATTENTION:
-        attention(*case)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    args = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    if "attention" in args.parts:
+        print("\n| attention | way | |\n|---|---|--:|")
+        for case in ATTENTION:
+            attention(*case)
+        for case in sorted({case[:2] for case in ATTENTION}):
+            short_attention(*case)
     print("\n| operation | ours, us | torch, us |\n|---|--:|--:|")
-    for model in MODELS:
-        for name, (ours, theirs) in pairs(model).items():
-            print(f"| {name} | {1e6 * both_ways(ours):,.0f} | {1e6 * both_ways(theirs):,.0f} |", flush=True)
-        head(model)
+    for model in args.models:
+        for name, (ours, theirs) in pairs(model).items() if "operations" in args.parts else ():
+            spent = [1e6 * both_ways(way, kernel_seconds) for way in (ours, theirs)]
+            print(f"| {name} | {spent[0]:,.0f} | {spent[1]:,.0f} |", flush=True)
+        if "head" in args.parts:
+            head(model)
+        if "tiles" in args.parts:
+            tiles(model)
+    if "moe" in args.parts:
+        permutation()
+    if "sums" in args.parts:
+        sums()
 
 
 if __name__ == "__main__":

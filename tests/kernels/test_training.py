@@ -2,19 +2,25 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from tests.kernels import interpreter  # noqa: F401  loops over numbers read from memory
 from tests.kernels.device import CARD, DEVICE, DTYPES, ROUNDING, apart, needs_triton, random
 
 from miles.kernels.activation_kinds import limited_swiglu
+from miles.kernels.attention.gather_rows import RowGather, sum_copies
 from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.kernels.fused import activation as activation_module
 from miles.kernels.fused import rms_norm as norm
 from miles.kernels.fused.activation import apply_activation, gated_activation_training
 from miles.kernels.fused.fused_logprob import LogitTransform, compute_logit_grads, reduce_logits
-from miles.kernels.fused.qk_norm_rope import QKVShape, qk_norm_rope_training
+from miles.kernels.fused.grad_sum import launch_add_grad
+from miles.kernels.fused.qk_norm_rope import QKVShape
+from miles.kernels.fused.qk_norm_rope_autograd import qk_norm_rope_training
 from miles.kernels.fused.rms_norm_autograd import add_rms_norm_training, rms_norm_training
+from miles.kernels.moe.grouped_gemm import sort_rows_by_group
+from miles.kernels.moe.token_permutation import CombineFunction, sum_choices
 from miles.kernels.numerics import FAST
 from miles.models.accounting.known_models import load_known_models
 from miles.models.decoder import Decoder
@@ -250,3 +256,57 @@ def test_a_decoder_learns_the_same_with_them(monkeypatch, poisoned, gated):
         found.append((hidden, *grads))
     for plain, fused in zip(*found, strict=True):
         assert apart(fused, plain) < 1e-5
+
+
+# -- gathered rows ----------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3,), (2, 40), (8, 130)])
+def test_the_gradient_of_a_gathered_row_is_the_sum_over_its_copies(poisoned, shape, dtype):
+    taken = np.array([2, 0, 2, 2, 4, 0, 2, 1], np.int64)
+    gather = RowGather(taken, 5, DEVICE, real_P=np.arange(8) != 6)
+    grad = random(8, *shape, dtype=dtype)
+    found = sum_copies(grad, gather)
+    wanted = torch.zeros(5, *shape, dtype=torch.float64, device=DEVICE)
+    for copy, row in enumerate(taken):
+        if copy != 6:
+            wanted[row] += grad[copy].double()
+    assert found.dtype == dtype and apart(found, wanted) < ROUNDING[dtype]
+    assert not found[3].any()
+    assert torch.equal(found[4], grad[4]) and torch.equal(sum_copies(grad, gather), found)
+
+
+# -- gradient sums ----------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize("size", [1, 4096, 9001])
+def test_gradients_are_added_with_the_bits_of_torch(poisoned, size):
+    grads = [random(size, dtype=DTYPES[1]) for _ in range(3)]
+    total, wanted = launch_add_grad(None, grads[0]), grads[0].float()
+    assert torch.equal(total, wanted)
+    for grad in grads[1:]:
+        assert launch_add_grad(total, grad) is total
+        assert torch.equal(total, wanted.add_(grad))
+
+
+# -- token permutation ------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "choices", "size"), [(1, 1, 8), (5, 3, 40), (7, 2, 2100)])
+def test_rows_of_experts_are_combined_as_the_gathers_do(poisoned, tokens, choices, size, dtype):
+    rows = sort_rows_by_group(torch.randint(0, 4, (tokens, choices), device=DEVICE), 4)
+    x = random(tokens * choices, size, dtype=dtype).requires_grad_()
+    weights = random(tokens, choices, dtype=dtype).requires_grad_()
+    out = CombineFunction.apply(x, weights, rows.order_R, rows.place_R)
+    wide = doubled(x, weights)
+    wanted = (wide[0][rows.place_R].unflatten(0, (tokens, choices)) * wide[1].unsqueeze(-1)).sum(1)
+    grad = random(tokens, size, dtype=dtype)
+    assert apart(out, wanted) < ROUNDING[dtype]
+    assert near(torch.autograd.grad(out, (x, weights), grad), torch.autograd.grad(wanted, wide, grad.double()), dtype)
+    summed = sum_choices(x.detach(), None, rows.place_R, choices)
+    assert apart(summed, wide[0][rows.place_R].unflatten(0, (tokens, choices)).sum(1)) < ROUNDING[dtype]

@@ -16,6 +16,8 @@ from tests.train.test_critic import ppo
 from miles.algo.loss_aggregation import mean_per_token
 from miles.backends.fsdp.local_model import LocalModel
 from miles.core.errors import UsageError
+from miles.kernels.numerics import FAST
+from miles.models.accounting.prefix_sharing import PrefixCost
 from miles.models.checkpoint import hf
 from miles.models.families import spec_from_config
 from miles.train.batch_tensors import (
@@ -211,6 +213,29 @@ def test_the_gradient_is_that_of_samples_read_one_by_one(config, algo, train):
     assert {n: ours[n] for n in kept} == pytest.approx({n: plain[n] for n in kept}, rel=1e-5, abs=1e-6)
     assert 0 < ours["tokens_shared"] < plain["train_tokens"] and "tokens_shared" not in plain
     assert ours["micro_batches"] <= plain["micro_batches"]
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_an_estimate_decides_where_the_option_leaves_it_open(pays, monkeypatch):
+    """The step is then, to the bit, that of the option set by hand."""
+    seen = []
+    monkeypatch.setattr(PrefixCost, "pays", lambda self, plain, shared: seen.append((plain, shared)) or pays)
+    cost = PrefixCost(spec_from_config(DENSE), "float32", FAST)
+    found = []
+    for train, more in (({"share_prefix": pays}, {}), ({}, {"prefix_cost": cost})):
+        policy = actor(DENSE)
+        found.append((step(worker(policy, train=train, **more), talks(DENSE)).metrics, policy.grads))
+    (wanted, grads), (ours, same_grads) = found
+    assert all(torch.equal(grad, same_grads[name]) for name, grad in grads.items())
+    assert ours.pop("tokens_shared") == (wanted.pop("tokens_shared") if pays else 0) and ours == wanted
+    [(plain, shared)] = seen
+    # Prompts of 9, 12 and 15 tokens with four replies each, whose last token predicts nothing.
+    assert plain.tokens - shared.tokens == 3 * (9 + 12 + 15)
+    assert plain.varlen_pairs > shared.varlen_pairs and shared.gathered > shared.tokens
+
+
+def test_without_an_estimate_nothing_is_shared():
+    assert "tokens_shared" not in step(worker(actor(DENSE)), talks(DENSE)).metrics
 
 
 def test_prompts_are_read_once_for_all_their_trajectories():

@@ -16,7 +16,9 @@ from tests.train.tensor_parallel_ranks import Cut, Room, corner, in_threads, los
 
 from miles.algo.config import AlgoConfig
 from miles.algo.distillation_loss import KL_DIRECTIONS, TOKEN_SETS, TopKTokens
+from miles.models.accounting import activations
 from miles.train import logprobs as logits
+from miles.train import vocab_parallel_logprobs
 from miles.train.batch_tensors import MicroBatch, TeacherLogprobs
 from miles.train.distillation import LocalTeachers, ServedTeachers, TeacherOutput, build_teachers
 from miles.train.logprobs import HeadOutput, compute_logprobs
@@ -330,3 +332,42 @@ class Replay:
         found = [each[self.number] if self.number < len(each) else x for each in self.rounds]
         self.number += 1
         return found
+
+
+@needs_triton
+@pytest.mark.parametrize(("world", "vocab", "temperature", "softcap"), [(1, 11, 1.0, None), (3, 10, 0.7, 4.0)])
+@pytest.mark.parametrize("used", USED)
+def test_logits_are_computed_once_where_their_gradients_are_kept(monkeypatch, world, vocab, temperature, softcap, used):
+    monkeypatch.setattr(logits, "use_triton_training", lambda x: True)
+    monkeypatch.setattr(logits, "default_chunk_size", lambda head: 2)  # two chunks, since fused ones are twice as large
+    monkeypatch.setattr(activations, "MAX_KEPT_LOGIT_GRADS", 7 * vocab)
+    computed = []
+    compute = vocab_parallel_logprobs.compute_logits
+    monkeypatch.setattr(
+        vocab_parallel_logprobs,
+        "compute_logits",
+        lambda x, *rest, **how: computed.append(x) or compute(x, *rest, **how),
+    )
+    whole, target = material(7, 4, vocab, dtype=torch.float32)
+    whole = replace(whole, softcap=softcap)
+    weights, how = torch.randn(2, 7), {"temperature": temperature, "max_tokens": 7}
+    rounds, parts = [[] for _ in range(world)], []
+    for _ in range(1 if world == 1 else 4):
+        computed.clear()
+        parts = [on_a_rank(whole, target, weights, used, how, r, world, Replay(r, rounds)) for r in range(world)]
+    # A gradient of entropies needs the logits again.
+    assert len(computed) == world * 2 * (2 if used[1] else 1)
+    agree(parts, whole, target, weights, used, temperature, {"rtol": 1e-4, "atol": 1e-5})
+
+
+@needs_triton
+def test_without_room_for_their_gradients_logits_are_computed_again(monkeypatch):
+    monkeypatch.setattr(logits, "use_triton_training", lambda x: True)
+    monkeypatch.setattr(activations, "MAX_KEPT_LOGIT_GRADS", 7 * 11 - 1)
+    monkeypatch.setattr(logits, "write_unit_grads", None)
+    whole, target = material(7, 4, 11, dtype=torch.float32)
+    assert compute_logprobs(whole, target, max_tokens=7)[0].requires_grad
+    monkeypatch.setattr(activations, "MAX_KEPT_LOGIT_GRADS", 7 * 11)
+    with torch.no_grad():
+        compute_logprobs(whole, target, max_tokens=7)
+    compute_logprobs(whole, target, max_tokens=7, chunk=4)

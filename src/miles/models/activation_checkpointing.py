@@ -6,8 +6,8 @@
 
 Matmuls and attention take nearly all of a layer's time, while the operations between them (norms, RoPE, activations,
 casts: the inputs of every matmul) are half or more of what it saves. Selective recomputes only those from the saved
-matmul outputs. Full also recomputes the matmuls: a third more time, and the least memory. Collectives inside a layer
-are repeated by all ranks under both.
+matmul outputs (and, of short sequences, the attention that is a Triton kernel). Full also recomputes the matmuls: a
+third more time, and the least memory. Collectives inside a layer are repeated by all ranks under both.
 """
 
 from __future__ import annotations

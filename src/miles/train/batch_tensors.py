@@ -25,6 +25,7 @@ from miles.core.media import prefix_keys
 from miles.core.routed_experts import to_signed_ids, unrecorded_id
 from miles.core.token_fields import INDEXER_TOPK, ROUTED_EXPERTS, TEACHER_LOGPROB, TEACHER_LOGPROBS, TEACHER_TOKENS
 from miles.core.types import Array, Sample
+from miles.kernels.runtime.host_copy import copy_to_device
 from miles.train.packed_images import PackedImages, check_images, truncate_images
 from miles.train.prefix_sharing import (
     PrefixTree,
@@ -334,7 +335,7 @@ def pack_micro_batch(
         return x_P if tree is None else x_P[tree.kept_T]
 
     def to_tensor(values: Array, dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(values).to(device=device, dtype=dtype)
+        return copy_to_device(torch.from_numpy(values), device, dtype)
 
     return MicroBatch(
         lengths=tuple(sizes.tolist()),
@@ -349,7 +350,7 @@ def pack_micro_batch(
         mean_R=to_tensor(flat.mean_S[chosen][sample_R], torch.float32),
         sample_R=to_tensor(sample_R, torch.int64),
         trained_B=to_tensor(np.bincount(sample_R, minlength=len(chosen)), torch.int64),
-        replay_TLk=None if replay_PLk is None else torch.from_numpy(deduplicate(replay_PLk)).to(device),
+        replay_TLk=None if replay_PLk is None else copy_to_device(torch.from_numpy(deduplicate(replay_PLk)), device),
         indexer_TLk=None if indexer_PLk is None else torch.from_numpy(deduplicate(indexer_PLk)),
         teacher_indices=tuple(
             int(s.extras[TEACHER_INDEX][0]) for i in chosen if TEACHER_INDEX in (s := flat.samples[i]).extras

@@ -173,9 +173,10 @@ class TrainConfig:
         "length.",
         presets={"--balance-by-flops": "flops"},
     )
-    share_prefix: bool = option(
-        False,
-        "Compute the common prefix of samples of one prompt once per micro-batch, in training too.",
+    share_prefix: bool | None = option(
+        None,
+        "Compute the common prefix of samples of one prompt once per micro-batch, in training too; when not given, on a"
+        " GPU where an estimate for the batch says that it pays.",
     )
     micro_batch_size: int | None = option(
         None, "Samples per micro-batch, instead of packing by --max-tokens-per-gpu.", unit="N", ge=1

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from miles.algo.policy_loss import LossFn, LossInputs
+from miles.models.accounting.prefix_sharing import PrefixCost, count_segments, count_sequences
 from miles.models.layers.moe import imbalance
 from miles.train.balance import CostFn, partition_micro_batches
 from miles.train.batch_tensors import FlatBatch, MicroBatch, build_token_paths, pack_micro_batch
@@ -77,10 +78,15 @@ class MetricSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobReader:
-    """Computes log-probs with a model, at a temperature, with the logits of ``chunk`` tokens at a time."""
+    """Computes log-probs with a model, at a temperature, with the logits of ``chunk`` tokens at a time.
+
+    ``max_tokens`` of a micro-batch decide whether logits are computed once (``train.logprobs``); None: twice, for
+    losses with an entropy bonus.
+    """
 
     temperature: float
     chunk: int | None
+    max_tokens: int | None = None
 
     def run_model(self, model: TrainModel, micro_batches: Sequence[MicroBatch]) -> dict[int, HeadOutput]:
         """Return the hidden states that predict the trained tokens, on the last stage of a pipeline."""
@@ -95,7 +101,9 @@ class LogprobReader:
 
     def compute_logprobs(self, output: HeadOutput, target_R: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probs of the tokens ``target_R``, and the entropies of their distributions."""
-        return compute_logprobs(output, target_R, temperature=self.temperature, chunk=self.chunk)
+        return compute_logprobs(
+            output, target_R, temperature=self.temperature, chunk=self.chunk, max_tokens=self.max_tokens
+        )
 
     @torch.no_grad()
     def compute_frozen(self, model: FrozenModel, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -118,24 +126,31 @@ def build_micro_batches(
     dp_group: DataParallelGroup = SINGLE_RANK,
     cost_fn: CostFn | None = None,
     patches_per_feature: int = 1,
+    prefix_cost: PrefixCost | None = None,
 ) -> list[MicroBatch]:
     """Pack this rank's part of a global batch; ``paired`` samples (0 and 1, 2 and 3, ...) stay together.
 
     ``replay`` includes the engine's routed experts, ``replay_indexer`` its selections of sparse attention.
     All ranks have the same number of micro-batches; one without samples has weight 0. ``cost_fn`` gives the cost of a
     number of tokens and image features to balance; by default the number of tokens. The vision tower computes a feature
-    from ``patches_per_feature`` patches.
+    from ``patches_per_feature`` patches. Without --share-prefix or --no-share-prefix the samples of a prompt share
+    prefixes where ``prefix_cost`` says that it pays, on all ranks alike; None: nowhere.
     """
     unit_size = 2 if paired else 1
-    share = config.share_prefix
     count = None if config.micro_batch_size is None or config.use_dynamic_batch_size else config.micro_batch_size
-    limit = config.max_tokens_per_gpu * dp_group.cp_size if share and count is None else None
     patches = _PatchCounter(flat, config.max_patches_per_gpu, patches_per_feature)
-    units, lengths, trees = _build_units(
-        flat, unit_size=unit_size, replay=replay, limit=limit, dp_size=dp_group.dp_size, patches=patches
+    build_units = partial(
+        _build_units, flat, unit_size=unit_size, replay=replay, dp_size=dp_group.dp_size, patches=patches
     )
+    limit = config.max_tokens_per_gpu * dp_group.cp_size if count is None else None
+    share = bool(config.share_prefix)
+    units, lengths, trees = build_units(limit=limit if share else None)
     if not units:
         return []
+    if config.share_prefix is None and prefix_cost is not None and limit is not None:
+        shared = build_units(limit=limit)
+        share = _sharing_pays(prefix_cost, lengths, shared[2])
+        units, lengths, trees = shared if share else (units, lengths, trees)
     bins = partition_micro_batches(
         lengths,
         dp_size=dp_group.dp_size,
@@ -210,6 +225,13 @@ def _build_units(
         return units, [bundle.tokens for bundle in bundles], [bundle.tree for bundle in bundles]
     units = [trained[start : start + unit_size] for start in range(0, len(trained), unit_size)]
     return units, [int(flat.length_S[unit].sum()) for unit in units], []
+
+
+def _sharing_pays(cost: PrefixCost, lengths: Sequence[int], trees: Sequence[TreeBuilder]) -> bool:
+    """Return whether the prefix trees are cheaper than the samples by themselves."""
+    if sum(tree.count_tokens() for tree in trees) == sum(lengths):
+        return False
+    return cost.pays(count_sequences(lengths), count_segments(s for tree in trees for s in tree.list_segments()))
 
 
 def _join_trees(flat: FlatBatch, units: Sequence[Sequence[int]], trees: Sequence[TreeBuilder]) -> PrefixTree | None:

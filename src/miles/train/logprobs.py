@@ -4,6 +4,10 @@ The logits of all tokens at once would be the largest tensor of a training step.
 of them exists: forward keeps two numbers per token, and backward recomputes each chunk.
 If one chunk holds everything, its log-probabilities are kept and nothing is recomputed.
 
+On a GPU forward keeps what backward needs of all logits in half precision, up to ``MAX_KEPT_LOGIT_GRADS`` of them: the
+gradient of each log-prob by its logits, one-hot minus probability. Backward scales the rows by the gradients of the
+log-probs, on the side of the hidden states. A gradient of entropies needs the logits again.
+
 With a vocabulary split over tensor-parallel ranks each rank has the logits of its own rows, and a chunk costs two small
 reductions: the maximum logit of each token, then the sums relative to it. Backward reduces only the gradient of the
 hidden states.
@@ -25,9 +29,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from miles.kernels.fused.grad_sum import add_grad
 from miles.kernels.fused.lm_head import HeadLora
 from miles.kernels.numerics import FAST, Numerics
 from miles.kernels.runtime.triton_compat import use_triton_training
+from miles.models.accounting import activations
 from miles.models.lora.adapters import WHOLE, LoraAdapters, PartOf
 from miles.train import vocab_parallel_logprobs
 from miles.train.vocab_parallel_logprobs import (
@@ -36,6 +42,7 @@ from miles.train.vocab_parallel_logprobs import (
     VocabPartition,
     compute_local_logits,
     dense_log_softmax,
+    write_unit_grads,
 )
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
@@ -134,13 +141,19 @@ class HeadOutput:
 
 
 def compute_logprobs(
-    output: HeadOutput, target_R: Tensor, *, temperature: float = 1.0, chunk: int | None = None
+    output: HeadOutput,
+    target_R: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    max_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each target and the entropy of each distribution, both differentiable.
 
     Logits are soft-capped by ``softcap`` if set, divided by ``temperature`` and computed in float32 (float64
     for float64 inputs), ``chunk`` tokens at a time. Targets and results are those of the whole micro-batch, also
-    with context parallelism.
+    with context parallelism. Without a ``chunk``, logits are computed once if there is room for the gradients of
+    ``max_tokens``, the most that a micro-batch has; None: entropies have a gradient, which needs them again.
     """
     tokens = output.tokens
     target_r = target_R if tokens is None else target_R.index_select(0, tokens.mine_r)
@@ -152,6 +165,9 @@ def compute_logprobs(
         vocabulary=output.vocabulary,
         numerics=output.numerics,
         adapter=output.build_adapter(),
+        keeps_grads=max_tokens is not None
+        and chunk is None
+        and _can_keep_grads(output, max(max_tokens, len(target_r))),
     )
     tensors = (output.hidden_RD, output.head_VD, *output.factors())
     lora = None if output.lora is None else output.lora.detach()
@@ -160,6 +176,13 @@ def compute_logprobs(
         return logp_r, entropy_r
     logp_R, entropy_R = tokens.join(torch.stack((logp_r, entropy_r), -1)).unbind(-1)
     return logp_R, entropy_R
+
+
+def _can_keep_grads(output: HeadOutput, count: int) -> bool:
+    """Whether forward keeps the gradients of all logits, of which there are those of so many tokens at most."""
+    is_plain = output.lora is None and not output.numerics.batch_invariant
+    fits = count * len(output.head_VD) <= activations.MAX_KEPT_LOGIT_GRADS
+    return is_plain and fits and torch.is_grad_enabled() and use_triton_training(output.hidden_RD)
 
 
 def default_chunk_size(head_VD: Tensor, vocabulary: int | None = None) -> int:
@@ -209,15 +232,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
         forward = vocab_parallel_logprobs.forward_fused if ctx.fused else vocab_parallel_logprobs.forward
         if params.numerics.batch_invariant:
             forward = partial(vocab_parallel_logprobs.forward_exact, fused=ctx.fused)
+        unit_RV = head_VD.new_empty(len(hidden_RD), len(head_VD)) if params.keeps_grads else None
         for start in range(0, max(len(hidden_RD), 1), params.chunk_size):
             part = slice(start, start + params.chunk_size)
             results, last_CV = forward(hidden_RD[part], head_VD, target_R[part], params)
             parts.append(results)
+            if unit_RV is not None:
+                assert results[2] is not None, "only the fused forward keeps gradients"
+                write_unit_grads(last_CV, head_VD, target_R[part], results[2], params, unit_RV[part])
         logp_R, entropy_R = torch.cat([a for a, _, _ in parts]), torch.cat([b for _, b, _ in parts])
         lse_R = None if parts[0][2] is None else torch.cat([c for _, _, c in parts if c is not None])
         # The gradient of a soft-capped logit needs the logit itself, not the log-probs.
-        kept = last_CV if len(parts) == 1 and (ctx.fused or params.softcap is None) else None
-        ctx.save_for_backward(hidden_RD, head_VD, target_R, entropy_R, lse_R, kept)
+        is_kept = len(parts) == 1 and (ctx.fused or params.softcap is None) and unit_RV is None
+        kept = last_CV if is_kept else None
+        ctx.save_for_backward(hidden_RD, head_VD, target_R, entropy_R, lse_R, kept, unit_RV)
         return logp_R, entropy_R
 
     @staticmethod
@@ -227,8 +255,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         if grad_logp_R is None and grad_entropy_R is None:
             return (None,) * 7
-        hidden_RD, head_VD, target_R, entropy_R, lse_R, kept = ctx.saved_tensors
+        hidden_RD, head_VD, target_R, entropy_R, lse_R, kept, unit_RV = ctx.saved_tensors
         params: LogitParams = ctx.params
+        if unit_RV is not None and grad_logp_R is not None and grad_entropy_R is None:
+            grads = _scale_unit_grads(unit_RV, hidden_RD, head_VD, grad_logp_R, params, ctx.needs_input_grad[:2])
+            return *grads, None, None, None, None, None
         chunks = range(0, max(len(hidden_RD), 1), params.chunk_size)
         accumulator = ChunkedBackward(
             head_VD,
@@ -254,6 +285,22 @@ class _ChunkedLogprobs(torch.autograd.Function):
             )
             accumulator.add(grad_CV, hidden_RD[part])
         return *accumulator.finish(), None, None, None
+
+
+def _scale_unit_grads(
+    unit_RV: Tensor,
+    hidden_RD: Tensor,
+    head_VD: Tensor,
+    grad_logp_R: Tensor,
+    params: LogitParams,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of hidden states and head from kept gradients of the logits."""
+    grad_R1, dtype = grad_logp_R.float().unsqueeze(1), head_VD.dtype
+    hidden = ((unit_RV @ head_VD) * grad_R1).to(dtype) if needs[0] else None
+    if hidden is not None and params.vocabulary is not None:
+        hidden = params.vocabulary.sum(hidden)
+    return hidden, unit_RV.T @ (hidden_RD * grad_R1).to(dtype) if needs[1] else None
 
 
 class ChunkedBackward:
@@ -293,10 +340,13 @@ class ChunkedBackward:
         if self._needs_head:
             # Summed over chunks in the accumulation dtype, rounded to the parameter's dtype once at the end.
             part_VD = grad_CV.T @ hidden_CD
-            if self._grad_head_VD is None:
-                self._grad_head_VD = part_VD if self._chunks == 1 else part_VD.to(self._accumulation_dtype)
+            if self._chunks == 1:
+                self._grad_head_VD = part_VD
+            elif self._accumulation_dtype == torch.float32:
+                self._grad_head_VD = add_grad(self._grad_head_VD, part_VD)
             else:
-                self._grad_head_VD += part_VD
+                wide_VD = part_VD.to(self._accumulation_dtype)
+                self._grad_head_VD = wide_VD if self._grad_head_VD is None else self._grad_head_VD.add_(wide_VD)
         if self._lora is not None:
             self._add_lora(self._lora, grad_CV[:, : len(self._lora.b_VX)], hidden_CD)
 

@@ -31,6 +31,7 @@ from miles.cluster.executor import Executor
 from miles.cluster.profiler import StepProfiler
 from miles.core.errors import CheckpointError, ParityError, UsageError
 from miles.core.types import Batch, Floats, Sample, StepReport, TimeSpan, TokenStats, Version
+from miles.models.accounting.prefix_sharing import PrefixCost
 from miles.models.lora.adapters import LoraAdapters
 from miles.train.advantages import AdvantageComputer, BatchLogprobs, BatchWithAdvantages, build_advantage_computer
 from miles.train.balance import CostFn
@@ -92,7 +93,8 @@ class PolicyTrainer:
     ``draft`` model is trained on the policy's hidden states, and changes nothing of the policy. With
     ``shares_weights`` an engine uses the policy's weights in place. Each rank of ``dp_group`` trains its part of the
     batch, balanced by tokens or by ``cost_fn``. The vision tower computes a feature of an image from
-    ``patches_per_feature`` patches. With ``record_tokens`` reports have the log-prob and entropy of each trained token,
+    ``patches_per_feature`` patches. ``prefix_cost`` decides for each global batch whether samples share prefixes, where
+    --share-prefix leaves that open. With ``record_tokens`` reports have the log-prob and entropy of each trained token,
     from the forward pass that trains on it. ``clock`` reads the seconds since the epoch.
     """
 
@@ -121,6 +123,7 @@ class PolicyTrainer:
         dp_group: DataParallelGroup = SINGLE_RANK,
         cost_fn: CostFn | None = None,
         patches_per_feature: int = 1,
+        prefix_cost: PrefixCost | None = None,
         record_tokens: bool = False,
         profiler: StepProfiler | None = None,
         clock: Callable[[], float] = time.time,
@@ -135,6 +138,7 @@ class PolicyTrainer:
         self._steps = steps
         self._dp_group, self._cost_fn = dp_group, cost_fn
         self._patches_per_feature = patches_per_feature
+        self._prefix_cost = prefix_cost
         self._record_tokens = record_tokens
         self._profiler = profiler or StepProfiler()
         self._saver = checkpoint.build_saver(train, torch_dist=train.ckpt_format == "torch_dist")
@@ -160,7 +164,11 @@ class PolicyTrainer:
         _check_options(algo, self._temperature, self._reference, self._critic)
         is_policy_loss = algo.loss_type not in OFFLINE_LOSSES
         temperature, chunk = self._temperature, self._train.log_probs_chunk_size
-        reader = LogprobReader(temperature=temperature if is_policy_loss else 1.0, chunk=chunk)
+        reader = LogprobReader(
+            temperature=temperature if is_policy_loss else 1.0,
+            chunk=chunk,
+            max_tokens=None if algo.entropy_coef else self._train.max_tokens_per_gpu,
+        )
         group = self._dp_group
         return Objective(
             algo=algo,
@@ -343,7 +351,7 @@ class PolicyTrainer:
         metrics = _mean_over_steps(steps) | parity_metrics(sums, self._dp_group) | correction_metrics(choice)
         metrics |= _batch_metrics(flats) | extra_metrics
         metrics["micro_batches"] = float(sum(len(rows) for rows in plan) * self._dp_group.dp_size)
-        if self._train.share_prefix:
+        if self._train.share_prefix or (self._train.share_prefix is None and self._prefix_cost is not None):
             metrics["tokens_shared"] = _count_saved_tokens(plan, self._dp_group)
         token_stats = _collect_token_stats(sums) if self._record_tokens else None
         seconds["optimize"] = self._clock() - previous
@@ -447,6 +455,7 @@ class PolicyTrainer:
             dp_group=self._dp_group,
             cost_fn=self._cost_fn,
             patches_per_feature=self._patches_per_feature,
+            prefix_cost=self._prefix_cost,
         )
         if not objective.algo.use_routing_replay:
             return micro_batches

@@ -129,6 +129,10 @@ class TreeBuilder:
         """Return the number of tokens in the tree."""
         return sum(node.end - node.start for node in self.nodes)
 
+    def list_segments(self) -> list[tuple[int, int]]:
+        """Return the positions of the first and behind the last token of each node."""
+        return [(node.start, node.end) for node in self.nodes]
+
     def _get_min_shared(self, fork: int) -> int:
         """Return how many tokens must be shared before a fork at this position."""
         if self._min_shared is not None:

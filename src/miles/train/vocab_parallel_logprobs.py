@@ -60,7 +60,8 @@ class TruncatedVocabShard:
 class LogitParams:
     """Temperature, softcap, partition and numerics of the logits; those of ``chunk_size`` tokens exist at a time.
 
-    ``adapter`` adds the LoRA adapter of the head to them, if it is not merged into the head.
+    ``adapter`` adds the LoRA adapter of the head to them, if it is not merged into the head. With ``keeps_grads``
+    forward keeps the logits' gradients for unit gradients of the log-probs, so that backward computes no logits.
     """
 
     temperature: float
@@ -69,6 +70,7 @@ class LogitParams:
     vocabulary: VocabPartition | None
     numerics: Numerics
     adapter: LogitAdapter | None = None
+    keeps_grads: bool = False
 
     def compute_logits(self, hidden_CD: Tensor, head_VD: Tensor) -> Tensor:
         """Return the logits without softcap."""
@@ -193,6 +195,16 @@ def backward_fused(
     grad_logp_C, grad_entropy_C = (None if g is None else g.contiguous() for g in (grad_logp_C, grad_entropy_C))
     grads, target_C = (grad_logp_C, grad_entropy_C), _local_or_missing(target_C, params.vocabulary)
     return compute_logit_grads(logits_CV, target_C, lse_C, entropy_C, *grads, params.scale(head_VD), head_VD.dtype)
+
+
+def write_unit_grads(
+    logits_CV: Tensor, head_VD: Tensor, target_C: Tensor, lse_C: Tensor, params: LogitParams, out_CV: Tensor
+) -> None:
+    """Write the gradient of a chunk's logits where that of each log-prob is 1, of the logits of ``forward_fused``."""
+    ones_C = torch.ones_like(lse_C)
+    target_C = _local_or_missing(target_C, params.vocabulary)
+    scale = params.scale(head_VD)
+    compute_logit_grads(logits_CV, target_C, lse_C, lse_C, ones_C, None, scale, head_VD.dtype, out_CV=out_CV)
 
 
 def forward_exact(

@@ -9,10 +9,12 @@ from tests.kernels.formula import gradients, off, qkv, tensors
 from tests.tiers import examples
 
 from miles.kernels.attention import tree as segments
+from miles.kernels.attention import varlen
 from miles.kernels.attention.gather_rows import RowGather, gather_rows, index_rows
 from miles.kernels.attention.params import AttentionInputs, AttentionParams, IndexerInputs
 from miles.kernels.attention.tree import Segment, TreeAttentionBackend
 from miles.kernels.attention.varlen import VarlenAttentionBackend
+from miles.kernels.batch_invariant.attention import span_attention
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 PLAIN = AttentionParams(scale=0.5)
@@ -172,6 +174,45 @@ def test_bfloat16_is_close(params):
     assert out.dtype == torch.bfloat16 and off(out, wanted) < 1e-2
     for a, b in zip(gradients(out, inputs), gradients(wanted, exact), strict=True):
         assert a.dtype == torch.bfloat16 and off(a, b) < 2e-2
+
+
+@pytest.mark.parametrize("lengths", [[5, 3, 9], [1]])
+def test_short_segments_and_sequences_take_the_span_kernels_with_the_same_result(monkeypatch, lengths):
+    """Only on a GPU with heads of 128 channels; here of 6, and computed by torch."""
+    total, params = sum(lengths), AttentionParams(scale=0.3)
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    whole = [Segment(n, ((first, n),)) for first, n in zip(starts, lengths, strict=True)]
+    forked = [Segment(n, ((0, lengths[0]),) * (i > 0) + ((starts[i], n),)) for i, n in enumerate(lengths)]
+    for build, found in (
+        (lambda: VarlenAttentionBackend(lengths, "cpu"), whole),
+        (lambda: TreeAttentionBackend(forked, "cpu"), forked),
+    ):
+        inputs, used = qkv(total, 4, 2, 6, 6, 0), []
+        wanted = by_mask(*inputs, visible(found, total, params), params)
+        for module in (segments, varlen):
+            monkeypatch.setattr(module, "can_fuse", lambda q, v: True)
+            monkeypatch.setattr(
+                module, "span_attention", lambda *each, used=used: used.append(1) or span_attention(*each)
+            )
+        monkeypatch.setattr(varlen, "use_triton_training", lambda x: True)
+        monkeypatch.setattr(varlen, "_SHORT_HEAD_DIM", 6)
+        out = build()(0, AttentionInputs(*inputs, params))
+        assert used and torch.allclose(out, wanted, rtol=0, atol=1e-12)
+        for a, b in zip(gradients(out, inputs), gradients(wanted, inputs), strict=True):
+            assert torch.allclose(a, b, rtol=0, atol=1e-11)
+
+
+def test_only_plain_attention_over_short_sequences_takes_the_span_kernels(monkeypatch):
+    monkeypatch.setattr(varlen, "use_triton_training", lambda x: True)
+    q, k, v = (torch.zeros(2, 1, 128) for _ in range(3))
+    plain = AttentionParams(scale=1.0)
+
+    def prefers(params=plain, sinks=None, v=v, max_keys=1023):
+        return varlen.prefers_span_kernels(AttentionInputs(q, k, v, params, sinks), max_keys)
+
+    assert prefers()
+    assert not prefers(max_keys=1024) and not prefers(v=torch.zeros(2, 1, 64)) and not prefers(sinks=torch.zeros(1))
+    assert not prefers(AttentionParams(scale=1.0, window=8)) and not prefers(AttentionParams(scale=1.0, softcap=3.0))
 
 
 def test_a_choice_is_that_of_each_sequence_in_one_piece():

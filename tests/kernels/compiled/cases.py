@@ -14,11 +14,12 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from tests.kernels.compiled.fake_gpu import DEVICE, NotUsed, run_program
 from torch import Tensor
 
-from miles.kernels.attention import decode_bs1, mla, paged_decode, paged_prefill
+from miles.kernels.attention import decode_bs1, gather_rows, mla, paged_decode, paged_prefill
 from miles.kernels.attention.bidirectional_triton import attend_segments, has_tma
 from miles.kernels.attention.params import AttentionParams, PagedAttentionParams
 from miles.kernels.attention.split_kv import SplitKVPlan
@@ -39,9 +40,11 @@ from miles.kernels.fused import (
     activation,
     fused_logprob,
     gemv,
+    grad_sum,
     kv_cache_fp8,
     layer_norm,
     qk_norm_rope,
+    qk_norm_rope_autograd,
     rms_norm,
     rms_norm_autograd,
     vision_rope,
@@ -49,7 +52,7 @@ from miles.kernels.fused import (
 from miles.kernels.linear_attention import decode_step
 from miles.kernels.lora import experts as lora_experts
 from miles.kernels.lora import grouped as lora_grouped
-from miles.kernels.moe import fused_moe, moe_gemv, topk_router
+from miles.kernels.moe import fused_moe, moe_gemv, token_permutation, topk_router
 from miles.kernels.moe.grouped_gemm import SortedRows
 from miles.kernels.numerics import FAST
 from miles.kernels.quantized import (
@@ -325,13 +328,33 @@ def _qk_norm_rope(cache: str) -> None:
         qk_norm_rope.launch_qk_norm_rope(qkv, params, k, v, slots, False, pdl, _scales(bool(cache), G))
 
 
-@case()
-def _qk_norm_rope_training() -> None:
-    shape = qk_norm_rope.QKVShape(heads=H, kv_heads=G, head_dim=HEAD)
-    qkv, rotation, weight = _empty(512, shape.rows * HEAD), _empty(512, 2, HEAD, dtype=F32), _empty(HEAD)
+@case((H, G), (14, 2))
+def _qk_norm_rope_training(heads: int, kv_heads: int) -> None:
+    shape = qk_norm_rope.QKVShape(heads=heads, kv_heads=kv_heads, head_dim=HEAD)
+    qkv, rotation, weight = _empty(512, shape.rows * HEAD), _empty(512, 2, HEAD), _empty(HEAD)
     context = SimpleNamespace(save_for_backward=lambda *tensors: None)
-    q, k, v = qk_norm_rope._QKNormRope.forward(context, qkv, rotation, weight, weight, shape)
-    qk_norm_rope.qk_norm_rope_backward(q, k, v, (qkv, rotation, weight, weight), shape)
+    q, k, v = qk_norm_rope_autograd._QKNormRope.forward(context, qkv, rotation, weight, weight, shape)
+    qk_norm_rope_autograd.qk_norm_rope_backward(q, k, v, (qkv, rotation, weight, weight), shape)
+
+
+@case()
+def _gathered_row_gradients() -> None:
+    rows = np.array([0, 1, 0, 2, 0, 1])
+    gather_rows.sum_copies(_empty(6, G, HEAD), gather_rows.RowGather(rows, 3, DEVICE))
+
+
+@case()
+def _gradient_sum() -> None:
+    total = grad_sum.launch_add_grad(None, _empty(9000))
+    grad_sum.launch_add_grad(total, _empty(9000))
+
+
+@case()
+def _token_permutation() -> None:
+    x, weights, place = _empty(64 * 8, D), _empty(64, 8), _ints(64 * 8, dtype=torch.int64)
+    out = token_permutation.sum_choices(x, weights, place, 8)
+    token_permutation.sum_choices(x, None, place, 8)
+    token_permutation.spread_gradient(out, x, weights, place)
 
 
 @case()

@@ -45,9 +45,12 @@ from miles.kernels.attention.varlen import (
     list_positions,
     pad_channels,
     pad_head_dim,
+    prefers_span_kernels,
     run_varlen_kernel,
     sdpa_attention,
 )
+from miles.kernels.batch_invariant.attention import span_attention
+from miles.kernels.batch_invariant.attention_metadata import AttentionSpans, SpanBatch
 
 # Blocks of more scores than this use eager attention: their mask alone would be large.
 _MAX_MASKED_SCORES = 1 << 22
@@ -154,6 +157,13 @@ class _SegmentView:
         self._key_gather: RowGather | None = None
         self._padded_blocks: _PaddedBlocks | None = None
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+
+    @cached_property
+    def spans(self) -> SpanBatch:
+        """The segments with their gathered keys, for the kernels of short ones."""
+        count_N = np.array([s.length for s in self.segments], np.int64)
+        keys_N = np.array([s.keys for s in self.segments], np.int64)
+        return SpanBatch(AttentionSpans(count_N.cumsum() - count_N, count_N, keys_N.cumsum() - keys_N, keys_N))
 
     def get_cu_seqlens(self) -> tuple[Tensor, Tensor]:
         """Cumulative lengths of each segment's queries and of its keys."""
@@ -483,9 +493,11 @@ class TreeAttentionBackend:
 
 def _attend_varlen(view: _SegmentView, inputs: AttentionInputs) -> Tensor:
     q_THd, k_MGd, v_MGe, params, sinks_H, _ = inputs
+    gather = view.get_key_gather()
+    if prefers_span_kernels(inputs, view.max_keys):
+        return span_attention(q_THd, gather_rows(k_MGd, gather), gather_rows(v_MGe, gather), view.spans, params)
     width = pad_head_dim(q_THd, v_MGe)
     value_dim = v_MGe.shape[-1]
-    gather = view.get_key_gather()
     q, k, v = pad_channels(q_THd, width), *(pad_channels(gather_rows(x, gather), width) for x in (k_MGd, v_MGe))
     ends, key_ends = view.get_cu_seqlens()
     scale, window = params.scale, params.window

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from inspect import signature
 from itertools import accumulate
 from typing import Any
@@ -38,12 +38,18 @@ from miles.kernels.attention.params import (
     ShardedSequences,
 )
 from miles.kernels.attention.relative import relative_attention
-from miles.kernels.attention.sdpa_dense import dense_sdpa_attention, has_dense_batch
+from miles.kernels.attention.sdpa_dense import MIN_SEQUENCE_TOKENS, dense_sdpa_attention, has_dense_batch
 from miles.kernels.attention.sinks import flash_attention_with_sinks
+from miles.kernels.batch_invariant.attention import span_attention
+from miles.kernels.batch_invariant.attention_metadata import SpanBatch, build_packed_spans
+from miles.kernels.runtime.triton_compat import use_triton_training
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 # The largest head dim of the fused CUDA kernel, and the multiple it must be of.
 MAX_FUSED_HEAD_DIM, FUSED_HEAD_DIM_STEP = 256, 8
+# Up to so many keys, fewer than in a dense batch, and with this head dim the kernels of exact parity are faster
+# than torch's varlen kernel, whose backward expands the key-value heads.
+MAX_SHORT_KEYS, _SHORT_HEAD_DIM = MIN_SEQUENCE_TOKENS - 1, 128
 # Blocks up to this length take a window as a mask; longer ones skip the keys outside it.
 _MAX_MASKED_LENGTH = 256
 
@@ -174,6 +180,11 @@ class _Pack:
             self.all_cu_seqlens = self.get_cu_seqlens(lengths)
         self._layouts: dict[int, _BlockLayout] = {}
         self._masks: dict[tuple[int, int], Tensor] = {}
+
+    @cached_property
+    def spans(self) -> SpanBatch:
+        """The sequences, for the kernels of short ones."""
+        return SpanBatch(build_packed_spans(self.lengths))
 
     def get_cu_seqlens(self, lengths: Sequence[int]) -> Tensor:
         """Cumulative sequence lengths (cu_seqlens) on the device."""
@@ -440,6 +451,14 @@ def can_fuse(q_THd: Tensor, v_TGe: Tensor) -> bool:
     return q_THd.is_cuda and q_THd.dtype in HALF_DTYPES and head_dim <= MAX_FUSED_HEAD_DIM
 
 
+def prefers_span_kernels(inputs: AttentionInputs, max_keys: int) -> bool:
+    """Whether ``span_attention`` is faster than torch's varlen kernel."""
+    q_THd, k_TGd, v_TGe, params, sinks_H, _ = inputs
+    is_plain = params.window is None and params.softcap is None and sinks_H is None
+    is_short = max_keys <= MAX_SHORT_KEYS and q_THd.shape[-1] == v_TGe.shape[-1] == _SHORT_HEAD_DIM
+    return is_plain and is_short and k_TGd.dtype == q_THd.dtype and use_triton_training(q_THd)
+
+
 def pad_head_dim(q_THd: Tensor, v_TGe: Tensor) -> int:
     """The head dim that the fused kernel computes in."""
     return -(-max(q_THd.shape[-1], v_TGe.shape[-1]) // FUSED_HEAD_DIM_STEP) * FUSED_HEAD_DIM_STEP
@@ -447,10 +466,14 @@ def pad_head_dim(q_THd: Tensor, v_TGe: Tensor) -> int:
 
 def _attend_varlen(pack: _Pack, inputs: AttentionInputs) -> Tensor:
     q_THd, k_TGd, v_TGe, params, sinks_H, _ = inputs
+    if params.window is not None and params.window >= pack.longest:
+        params = replace(params, window=None)
+    if prefers_span_kernels(inputs._replace(params=params), pack.longest):
+        return span_attention(q_THd, k_TGd, v_TGe, pack.spans, params)
     width, value_dim = pad_head_dim(q_THd, v_TGe), v_TGe.shape[-1]
     q, k, v = (pad_channels(x, width) for x in (q_THd, k_TGd, v_TGe))
     cu_seqlens, longest = pack.all_cu_seqlens, pack.longest
-    window = None if params.window is None or params.window >= longest else params.window
+    window = params.window
     if sinks_H is not None:
         out = flash_attention_with_sinks(q, k, v, sinks_H, cu_seqlens, longest, scale=params.scale, window=window)
     elif window is None and has_dense_batch(pack.lengths, width):

@@ -19,9 +19,9 @@ from miles.kernels.fused.qk_norm_rope import (
     QKNormRopeParams,
     QKVShape,
     launch_qk_norm_rope,
-    qk_norm_rope_backward,
     select_pdl_options,
 )
+from miles.kernels.fused.qk_norm_rope_autograd import qk_norm_rope_backward
 from miles.kernels.runtime.triton_compat import device_guard
 
 

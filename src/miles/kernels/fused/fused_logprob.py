@@ -67,9 +67,12 @@ def compute_logit_grads(
     grad_entropy_C: Tensor | None,
     scale: LogitTransform,
     dtype: torch.dtype,
+    *,
+    out_CV: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of the untransformed logits, from those of log-probs and entropies."""
-    out_CV = torch.empty(logits_CV.shape, dtype=dtype, device=logits_CV.device)
+    """Gradient of the untransformed logits, from those of log-probs and entropies; into ``out_CV`` if it is given."""
+    if out_CV is None:
+        out_CV = torch.empty(logits_CV.shape, dtype=dtype, device=logits_CV.device)
     columns = logits_CV.shape[1]
     block = min(_BLOCK, 1 << (columns - 1).bit_length())
     if len(logits_CV):

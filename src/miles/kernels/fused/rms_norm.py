@@ -30,8 +30,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0,
         return invariant.rms_norm(x_TD, weight_D, eps, offset=offset)
     if use_triton_inference(x_TD):
         return _launch_inference(x_TD, None, weight_D, eps, offset)[1]
-    # Torch's kernel is faster in training, but has no offset.
-    if offset and use_triton_training(x_TD):
+    if use_triton_training(x_TD):
         return rms_norm_training(x_TD, weight_D, eps, offset=offset)
     if not offset:
         return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
@@ -48,7 +47,7 @@ def add_rms_norm(
         return invariant.add_rms_norm(x_TD, delta_TD, weight_D, eps, offset=offset)
     if use_triton_inference(x_TD):
         return _launch_inference(x_TD, delta_TD, weight_D, eps, offset)
-    if offset and use_triton_training(x_TD):
+    if use_triton_training(x_TD):
         return add_rms_norm_training(x_TD, delta_TD, weight_D, eps, offset=offset)
     sum_TD = x_TD + delta_TD
     return sum_TD, rms_norm(sum_TD, weight_D, eps, offset=offset, numerics=numerics)

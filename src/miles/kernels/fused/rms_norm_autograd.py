@@ -17,8 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from miles.kernels.runtime.triton_compat import device_guard, jit, tl, triton
 
-# Elements of a tile, and the most programs of a backward: each sums weight gradients of its own.
+# Elements of a tile and of a warp, and the most programs of a backward: each sums weight gradients of its own.
 _TILE = 4096
+_WARP_ELEMENTS = 512
 _MAX_PROGRAMS = 528
 
 
@@ -110,7 +111,7 @@ def _select_tile(size: int) -> tuple[int, int, int]:
     """Width of a tile, its rows, and its warps."""
     block = 1 << (size - 1).bit_length()
     rows = max(1, _TILE // block)
-    return block, rows, min(max(rows * block // 512, 1), 16)
+    return block, rows, min(max(rows * block // _WARP_ELEMENTS, 1), 16)
 
 
 def _launch_forward(
@@ -232,11 +233,14 @@ def _backward_kernel(
     M: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """dx = s (w dy - n mean(n w dy)) with n = s x; a program takes every ``programs``-th tile of rows."""
+    """dx = s (w dy - n mean(n w dy)) with n = s x; a program takes every ``programs``-th tile of rows.
+
+    The gradient of the weight is summed per row of the tile first, so that threads need not wait for each other.
+    """
     program = tl.program_id(0)
     column_D = tl.arange(0, BLOCK)
     weight_D = tl.load(weight_ptr + column_D, column_D < size, other=0.0).to(tl.float32) + offset
-    sum_D = tl.zeros((BLOCK,), tl.float32)
+    sum_MD = tl.zeros((M, BLOCK), tl.float32)
     for first in range(program * M, tokens, programs * M):
         row_M = (first + tl.arange(0, M)).to(tl.int64)
         valid_MD = (row_M < tokens)[:, None] & (column_D < size)[None, :]
@@ -246,7 +250,7 @@ def _backward_kernel(
         scale_M = tl.load(scale_ptr + row_M, row_M < tokens, other=0.0)
         normed_MD = x_MD.to(tl.float32) * scale_M[:, None]
         if WEIGHT:
-            sum_D += tl.sum(grad_MD * normed_MD, 0)
+            sum_MD += grad_MD * normed_MD
         weighted_MD = grad_MD * weight_D[None, :]
         mean_M = tl.sum(weighted_MD * normed_MD, 1) / size
         grad_x_MD = (weighted_MD - normed_MD * mean_M[:, None]) * scale_M[:, None]
@@ -257,4 +261,4 @@ def _backward_kernel(
             grad_x_MD += residual_MD.to(tl.float32)
         tl.store(grad_x_ptr + row_M[:, None] * size + column_D[None, :], grad_x_MD, valid_MD)
     if WEIGHT:
-        tl.store(partial_sums_ptr + program * size + column_D, sum_D, column_D < size)
+        tl.store(partial_sums_ptr + program * size + column_D, tl.sum(sum_MD, 0), column_D < size)

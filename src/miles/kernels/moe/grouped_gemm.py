@@ -13,6 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from miles.kernels.moe.token_permutation import CombineFunction, sum_choices
+from miles.kernels.runtime.triton_compat import use_triton_training
+
 
 @dataclass(frozen=True, slots=True)
 class SortedRows:
@@ -79,6 +82,8 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows: SortedRows = ctx.rows
+        if use_triton_training(grad_RD):
+            return sum_choices(grad_RD, None, rows.place_R, rows.per_token), None
         return grad_RD.index_select(0, rows.place_R).unflatten(0, (-1, rows.per_token)).sum(1), None
 
 
@@ -129,6 +134,8 @@ def scale_rows(x_RD: Tensor, weights_Tk: Tensor, rows: SortedRows) -> Tensor:
 
 def combine_rows(x_RD: Tensor, weights_Tk: Tensor | None, rows: SortedRows) -> Tensor:
     """The sum of each token's rows, weighted if there are weights, in the order of its choices."""
+    if weights_Tk is not None and use_triton_training(x_RD):
+        return CombineFunction.apply(x_RD, weights_Tk, rows.order_R, rows.place_R)  # pyright: ignore[reportReturnType]
     flat_RD = permute(x_RD, rows.place_R, rows.order_R)
     if weights_Tk is None:
         return flat_RD.unflatten(0, (-1, rows.per_token)).sum(1)

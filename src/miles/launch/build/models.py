@@ -49,6 +49,7 @@ from miles.launch.plan.lora import (
     starts_from_critic_adapter,
 )
 from miles.launch.plan.plan import Plan, choose_parity_tolerance
+from miles.launch.plan.prefix_sharing import choose_prefix_sharing
 from miles.models.activation_checkpointing import set_recompute
 from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
@@ -415,6 +416,7 @@ def build_policy_trainer(
         dp_group=models.dp_group,
         cost_fn=_choose_cost(config, policy.spec),
         patches_per_feature=1 if policy.spec.vision is None else policy.spec.vision.merge_size**2,
+        prefix_cost=choose_prefix_sharing(config, plan, policy.spec).cost,
         record_tokens=config.observe.save_rollouts and config.observe.save_trainer_logprobs,
         profiler=StepProfiler(build_profile_settings(config, plan.run_dir), f"rank-{_get_rank(models.dp_group)}"),
     )

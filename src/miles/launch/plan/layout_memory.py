@@ -18,7 +18,7 @@ from miles.cluster.parallel_dims import MIN_SCANNED_CHUNK, ParallelDims, compute
 from miles.launch.config import Config
 from miles.launch.plan.lora import packs_base
 from miles.launch.plan.topology import is_distributed
-from miles.models.accounting.activations import ContextScan, RecomputeMode, activation_bytes
+from miles.models.accounting.activations import MAX_KEPT_LOGIT_GRADS, ContextScan, RecomputeMode, activation_bytes
 from miles.models.accounting.params import (
     BYTES,
     RankParam,
@@ -236,6 +236,11 @@ def estimate_rank_activations(
             layout.context,
             chunk if chunk >= MIN_SCANNED_CHUNK else None,
             compute_scan_imbalance(tokens, longest, layout.context),
+        ),
+        keeps_logit_grads=(
+            config.log_probs_chunk_size is None
+            and not numerics.batch_invariant
+            and max(config.max_tokens_per_gpu, tokens // layout.context) * shard.vocab_size <= MAX_KEPT_LOGIT_GRADS
         ),
     )
 

@@ -15,6 +15,7 @@ from miles.launch.plan.hardware import choose_device, count_cores, get_free_memo
 from miles.launch.plan.memory import MemoryShare, estimate_memory, format_bytes
 from miles.launch.plan.objective_text import format_objective
 from miles.launch.plan.plan import Plan, count_samples_per_prompt
+from miles.launch.plan.prefix_sharing import choose_prefix_sharing, format_prefix_sharing
 from miles.launch.plan.step_limit import estimate_step_limit, find_device_limit, format_step_limit
 from miles.launch.plan.topology import (
     build_resource_request,
@@ -77,6 +78,7 @@ def as_json(config: Config, plan: Plan, origins: Origins, *, gpu: str | None = N
         name: {"value": value, "origin": origins[name], "section": sections[name]}
         for name, value in flatten_values(describe_names(config)).items()
     }
+    prefixes = choose_prefix_sharing(main, plan, spec)
     output: dict[str, Any] = {
         "options": options,
         "plan": asdict(plan) | {"optimizer_steps": plan.optimizer_steps},
@@ -85,6 +87,7 @@ def as_json(config: Config, plan: Plan, origins: Origins, *, gpu: str | None = N
         "model": asdict(spec) | {"parameters": parameter_count(spec), "active": active_parameter_count(spec)},
         "memory": [asdict(share) for share in estimate_memory(main, plan, spec)],
         "time_limit": estimate_step_limit(config, plan, spec, find_device_limit(main, plan, gpu)).as_json(),
+        "prefix_sharing": {"mode": prefixes.mode, "reason": prefixes.reason},
         "machine_problems": list_machine_problems(main),
         "upstream_flags": [asdict(each) for each in list_flag_outcomes(main)],
     }
@@ -321,6 +324,7 @@ def _format_placement(config: Config, plan: Plan, spec: DecoderSpec) -> list[str
         f"rollout    {rollout}",
         *_format_speculation(config, plan),
         f"train      {train}",
+        *format_prefix_sharing(config, plan, spec),
         *_format_devices(config, plan),
         *_format_layout(config, plan),
         *_format_rewards(config),

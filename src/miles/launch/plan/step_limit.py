@@ -77,7 +77,7 @@ class StepLimit:
 
 def estimate_step_limit(config: Config, plan: Plan, spec: DecoderSpec, device: DeviceLimit) -> StepLimit:
     """The limit of a step whose responses are as long as they may be, on this device."""
-    workload, text = _plan_workload(get_main_config(config), spec)
+    workload, text = plan_workload(get_main_config(config), spec)
     model = build_step_model(config, plan, spec)
     if device.peak is None or workload is None or model is None:
         why = device.why if device.peak is None else text if workload is None else "the run has several policies"
@@ -141,7 +141,7 @@ def read_device_limit(run_dir: Path) -> DeviceLimit | None:
         return None
 
 
-def _plan_workload(config: Config, spec: DecoderSpec) -> tuple[StepWorkload | None, str]:
+def plan_workload(config: Config, spec: DecoderSpec) -> tuple[StepWorkload | None, str]:
     """The tokens of a step as far as options bound them, in words too; None with the reason where they do not."""
     r = config.rollout
     prompts, each = r.rollout_batch_size, count_samples_per_prompt(config)

@@ -47,6 +47,8 @@ RecomputeMode = Literal["none", "selective", "full"]
 # half precision on an accelerator they are twice as many, and the gradients are half as wide: the same.)
 _LOGITS = {False: 1 << 24, True: 1 << 27}
 _LOGIT_COPIES = 3
+MAX_KEPT_LOGIT_GRADS = 5 << 29
+"""Gradients of logits that a step on an accelerator keeps in half precision; of more, logits are computed twice."""
 
 
 class ContextScan(NamedTuple):
@@ -477,6 +479,7 @@ def activation_bytes(
     lora: LoraSpec | None = None,
     experts: int = 1,
     scan: ContextScan = ContextScan(),  # noqa: B008 (immutable)
+    keeps_logit_grads: bool = False,
 ) -> int:
     """Compute the peak of a step besides weights, gradients and optimizer, with ``tokens`` in a rank's micro-batch.
 
@@ -484,7 +487,7 @@ def activation_bytes(
     recomputed; ``selective`` also saves attention and matmul outputs. If only the ``first`` layers are recomputed, the
     others save everything. Sequence parallelism shards the residual stream over ``sequence`` ranks. With ``lora`` only
     its adapters are trained. ``experts`` ranks share the experts of a layer. ``scan`` is
-    what context ranks scan of recurrent layers.
+    what context ranks scan of recurrent layers. ``keeps_logit_grads``: logits are computed once (``train.logprobs``).
     """
     mode: RecomputeMode = "full" if checkpointing else recompute
     settings = _list_settings(spec, lora)
@@ -503,6 +506,9 @@ def activation_bytes(
     # The float32 gradient of the output layer, which an adapter of it does without.
     head_gradient = 0 if lora is not None else 4 * spec.vocab_size * spec.hidden_size
     head = rows * spec.vocab_size * 4 * _LOGIT_COPIES + head_gradient
+    if keeps_logit_grads and fused and size < 4:
+        # They are kept while a chunk's logits exist, and the gradient of the head is then one matmul.
+        head = tokens * spec.vocab_size * size + 2 * rows * spec.vocab_size * 4
     factors = 0
     is_packed = spec.quantization is not None and spec.quantization.packed
     if lora is not None and (is_packed or lora.unmerged):

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from miles.kernels.attention.gpu_backend import TritonAttentionBackend
 from miles.kernels.batch_invariant import qk_norm_rope as invariant_qk
 from miles.kernels.batch_invariant.activation import sigmoid
-from miles.kernels.fused.qk_norm_rope import QKNormRopeParams, QKVShape, qk_norm_rope_training
+from miles.kernels.fused.qk_norm_rope import QKNormRopeParams, QKVShape
+from miles.kernels.fused.qk_norm_rope_autograd import qk_norm_rope_training
 from miles.kernels.numerics import Numerics
 from miles.kernels.runtime.triton_compat import use_triton, use_triton_training
 from miles.models.layers.attention_backend import AttentionBackend, AttentionInputs, AttentionParams

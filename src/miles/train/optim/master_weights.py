@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from miles.core.errors import CheckpointError
+from miles.kernels.fused.grad_sum import add_grad
 
 _WIDE = (torch.float32, torch.float64)
 _HOST = torch.device("cpu")
@@ -65,7 +66,7 @@ class TrainedParam:
 
     def _accumulate(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        self._grad_sum = parameter.grad.float() if self._grad_sum is None else self._grad_sum.add_(parameter.grad)
+        self._grad_sum = add_grad(self._grad_sum, parameter.grad)
         parameter.grad = None
 
 
