@@ -15,6 +15,7 @@ from miles.backends.megatron.rank_memory import (
     parse_memory_flags,
 )
 from miles.cluster.parallel_dims import MIN_SCANNED_CHUNK, ParallelDims, compute_scan_imbalance
+from miles.kernels.numerics import FAST, Numerics
 from miles.launch.config import Config
 from miles.launch.plan.lora import packs_base
 from miles.launch.plan.topology import is_distributed
@@ -213,6 +214,7 @@ def estimate_rank_activations(
     *,
     fused: bool,
     longest: int | None = None,
+    numerics: Numerics = FAST,
     lora: LoraSpec | None = None,
 ) -> int:
     """Bytes of the activations of a micro-batch of ``tokens``, which context ranks share, in sequences of at most

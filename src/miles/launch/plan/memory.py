@@ -316,6 +316,7 @@ def _estimate_activations(config: Config, plan: Plan, spec: DecoderSpec) -> Memo
         config.train,
         fused=fused,
         longest=longest,
+        numerics=config.models.numerics,
         lora=lora,
     )
     recompute = {"none": "", "full": ", layers recomputed", "selective": ", all but matmuls and attention recomputed"}
