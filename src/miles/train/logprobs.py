@@ -179,8 +179,11 @@ def compute_logprobs(
 
 
 def _can_keep_grads(output: HeadOutput, count: int) -> bool:
-    """Whether forward keeps the gradients of all logits, of which there are those of so many tokens at most."""
-    is_plain = output.lora is None and not output.numerics.batch_invariant
+    """Whether forward keeps the gradients of all logits, of which there are those of so many tokens at most.
+
+    Where the head is not trained they would save one matmul of three; memory is dearer there.
+    """
+    is_plain = output.lora is None and output.head_VD.requires_grad and not output.numerics.batch_invariant
     fits = count * len(output.head_VD) <= activations.MAX_KEPT_LOGIT_GRADS
     return is_plain and fits and torch.is_grad_enabled() and use_triton_training(output.hidden_RD)
 

@@ -240,7 +240,8 @@ def estimate_rank_activations(
             compute_scan_imbalance(tokens, longest, layout.context),
         ),
         keeps_logit_grads=(
-            config.log_probs_chunk_size is None
+            lora is None
+            and config.log_probs_chunk_size is None
             and not numerics.batch_invariant
             and max(config.max_tokens_per_gpu, tokens // layout.context) * shard.vocab_size <= MAX_KEPT_LOGIT_GRADS
         ),
