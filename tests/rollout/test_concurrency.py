@@ -2,10 +2,11 @@
 
 import asyncio
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.rollout.concurrency import ConcurrencyLimiter
+from miles.rollout.concurrency import ConcurrencyLimiter, StartedAwaitable
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), max_size=30), st.integers(1, 8), st.booleans())
@@ -73,3 +74,66 @@ def test_the_limit_follows_the_engines_memory():
 
     calm, short, held, again = asyncio.run(play())
     assert calm == 20 and short < 20 and held == short and again == 20
+
+
+def test_a_started_awaitable_that_never_waits_is_done():
+    async def add():
+        return 3
+
+    async def run():
+        started = StartedAwaitable(add())
+        assert started.is_done
+        return started.result()
+
+    assert asyncio.run(run()) == 3
+
+
+def test_a_started_awaitable_continues_where_it_waits():
+    async def add(log):
+        log.append("begun")
+        first = await asyncio.sleep(0, 2)
+        return first + await asyncio.sleep(0, 3)
+
+    async def run():
+        log = []
+        started = StartedAwaitable(add(log))
+        assert not started.is_done and log == ["begun"]
+        later = StartedAwaitable(asyncio.ensure_future(add([])))
+        return await started + await later
+
+    assert asyncio.run(run()) == 10
+
+
+def test_a_started_awaitable_may_handle_its_cancellation():
+    async def wait(log):
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            log.append("cancelled")
+            raise
+
+    async def run():
+        log = []
+        with pytest.raises(TimeoutError):
+            started = StartedAwaitable(wait(log))
+            async with asyncio.timeout(0):
+                await started
+        return log
+
+    assert asyncio.run(run()) == ["cancelled"]
+
+
+def test_errors_of_a_started_awaitable_are_raised_where_it_starts_and_where_it_is_awaited():
+    async def fail(waits):
+        if waits:
+            await asyncio.sleep(0)
+        raise ValueError("wrong")
+
+    async def run():
+        with pytest.raises(ValueError, match="wrong"):
+            StartedAwaitable(fail(False))
+        started = StartedAwaitable(fail(True))
+        with pytest.raises(ValueError, match="wrong"):
+            await started
+
+    asyncio.run(run())

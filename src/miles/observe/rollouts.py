@@ -87,7 +87,7 @@ class RolloutDump:
         self._keep = keep
         self._excluded_extras = frozenset(excluded_extras)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts")
-        self._writing: Future[object] | None = None
+        self._writing: Future[Sequence[_Row]] | Future[None] | None = None
         self._taken: tuple[BatchTaken, Future[Sequence[_Row]]] | None = None
 
     def __call__(self, event: Event) -> None:

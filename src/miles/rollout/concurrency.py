@@ -1,4 +1,4 @@
-"""Concurrency limits for rollouts: a fixed maximum of running trajectories, or one that adapts to engine preemptions.
+"""Concurrency of rollouts: limits of running trajectories, fixed or adapted to preemptions, and awaitables begun early.
 
 The adaptive limit falls by a tenth whenever the engine preempted a request since the last check; while no request is
 preempted or waiting, it rises by one each time that many trajectories have finished.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar, cast
 
 Granularity = Literal["group", "sample"]
 EngineLoad = Callable[[], Awaitable[Mapping[str, float]]]
 
 _DECREASE = 0.9
+
+T = TypeVar("T")
 
 
 class ConcurrencyLimiter:
@@ -96,3 +98,43 @@ class ConcurrencyLimiter:
         elif not metrics.get("waiting", 0.0):
             self._level = min(float(self._max), self._level + 1 / self._level)
         self._preemptions = preemptions
+
+
+class StartedAwaitable(Generic[T]):
+    """An awaitable that has run, in the current task, until it waits for something or is done.
+
+    What has to be set up for a wait can be left out where there is none. Await it at once if it is not done.
+    """
+
+    def __init__(self, awaitable: Awaitable[T]) -> None:
+        is_coroutine = asyncio.iscoroutine(awaitable)
+        self._steps: Coroutine[Any, Any, T] = awaitable if is_coroutine else _as_coroutine(awaitable)
+        self._result: T | None = None
+        self._waits_for: Any = None
+        try:
+            self._waits_for = self._steps.send(None)
+            self.is_done = False
+        except StopIteration as stop:
+            self._result, self.is_done = stop.value, True
+
+    def result(self) -> T:
+        """Return the result of one that is done."""
+        assert self.is_done, "it waits"
+        return cast("T", self._result)
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        while not self.is_done:
+            try:
+                try:
+                    value = yield self._waits_for
+                except BaseException as error:  # a cancellation, and the end of the generator
+                    self._waits_for = self._steps.throw(error)
+                else:
+                    self._waits_for = self._steps.send(value)
+            except StopIteration as stop:
+                self._result, self.is_done = stop.value, True
+        return self.result()
+
+
+async def _as_coroutine(awaitable: Awaitable[T]) -> T:
+    return await awaitable

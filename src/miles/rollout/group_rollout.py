@@ -33,7 +33,7 @@ from miles.core.protocols import (
 )
 from miles.core.types import UNSCORED, Group, Prompt, Reward, Status, Tokens, Trajectory
 from miles.hooks.guard import HookExit, is_cancelling
-from miles.rollout.concurrency import ConcurrencyLimiter
+from miles.rollout.concurrency import ConcurrencyLimiter, StartedAwaitable
 from miles.rollout.duplicate_samples import find_improbable_copies
 from miles.rollout.reward.types import GradingError, check_group_rewards, check_reward
 from miles.rollout.seeds import SeedFn
@@ -264,16 +264,22 @@ class GroupRollout:
 
     async def _await_reward(self, prompt: Prompt, count: int, scoring: Awaitable[T]) -> T | _Failure:
         """Await a reward within its time limit; returns the failure where there is none."""
-        limit = asyncio.timeout(self._reward_seconds)
+        deadline = asyncio.get_running_loop().time() + self._reward_seconds
+        limit: asyncio.Timeout | None = None
         try:
-            async with limit:
-                scored = await scoring
+            started = StartedAwaitable(scoring)
+            if started.is_done:  # most rewards never wait, and a timer takes longer than they do
+                scored = started.result()
+            else:
+                limit = asyncio.timeout_at(deadline)
+                async with limit:
+                    scored = await started
         except MilesError:
             raise
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and is_cancelling():
                 raise
-            late = isinstance(error, TimeoutError) and limit.expired()
+            late = isinstance(error, TimeoutError) and limit is not None and limit.expired()
             message = str(error) if isinstance(error, GradingError | HookExit) else describe_error(error)
             reason = f"no reward within {self._reward_seconds:g} s" if late else message
             self._count_failure("The reward", prompt, count, reason, error)

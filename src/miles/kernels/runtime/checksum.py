@@ -24,7 +24,7 @@ _WRAP = (1 << 64) - 1
 _COLUMNS = 4096
 _ROWS = 32
 _CHUNK = 1 << 22
-_MAX_UNBLOCKED = 2048
+_MAX_UNBLOCKED = 1 << 16
 # 15 bits of an element times the step number, summed over 64 steps, stay within 32 bits. Steps go by fours.
 _LANES = 1024
 _STEPS = 64
@@ -128,7 +128,7 @@ def _index_weights(count: int) -> Array:
 def _checksum_cpu(bits_N: Tensor, block_GC: Array) -> Checksum:
     """In float64, which is exact: 16 bits of an element times 12 of its column, 4,096 times, are less than 53."""
     numbers_N = bits_N.numpy()
-    if len(numbers_N) <= _MAX_UNBLOCKED:  # a block would be mostly padding
+    if len(numbers_N) <= _MAX_UNBLOCKED:  # in the cache, integers are faster than blocks of floats
         wide_N = numbers_N.astype(np.int64)
         return int(wide_N.sum()), int(np.dot(wide_N, _index_weights(_MAX_UNBLOCKED)[: len(wide_N)]))
     if numbers_N.itemsize < 4:
