@@ -180,7 +180,8 @@ class _ShardedRecurrence(torch.autograd.Function):
         start_NHx = values.new_zeros(len(lengths[0]), *state, dtype=accumulation_dtype(values.dtype))
         shard.carry_states(start_NHx, step)
         ctx.save_for_backward(*inputs, *before)
-        ctx.chunked, ctx.shard, ctx.lengths = rule.chunked, shard, lengths
+        ctx.chunked, ctx.lengths = rule.chunked, lengths
+        ctx.shard = shard
         return tuple(outs)
 
     @staticmethod
