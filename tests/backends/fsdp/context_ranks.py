@@ -22,9 +22,9 @@ from miles.train.logprobs import HeadOutput, compute_logprobs
 CPU = torch.device("cpu")
 
 
-def decoder_of(spec, *, recompute=False, dtype=torch.float32):
+def decoder_of(spec, *, recompute=False, dtype=torch.float32, numerics=FAST):
     """Weights far from tame, so that mistakes show; the same in every process."""
-    decoder = Decoder(spec, device="cpu", dtype=dtype)
+    decoder = Decoder(spec, device="cpu", dtype=dtype, numerics=numerics)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -82,6 +82,26 @@ def _share_of(rank, cases):
         joined_RD = part.tokens.join(hidden_rD.detach())
         found.append((loss, read, summed, joined_RD, len(part.tokens_T)))
     return [tuple(_bare(x) for x in each) for each in found] if rank < 2 else None
+
+
+def kept_on_a_rank(rank, world, cases):
+    """Bytes that autograd holds after a forward of this rank's part of each case, and its tokens; weights aside."""
+    group, found = CommGroup(dist.group.WORLD, CPU, numerics=FAST), []
+    for spec, rows, numerics in cases:
+        decoder = decoder_of(spec, numerics=numerics)
+        part = shard_batch(rows, group, numerics=numerics)
+        own = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
+        held: dict[int, torch.Tensor] = {}
+
+        def keep(tensor, own=own, held=held):
+            if tensor.untyped_storage().data_ptr() not in own:
+                held[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            decoder(part.tokens_T, part.positions_T, part.attn_backend, None)
+        found.append((sum(tensor.untyped_storage().nbytes() for tensor in held.values()), len(part.tokens_T)))
+    return found
 
 
 def _bare(x):

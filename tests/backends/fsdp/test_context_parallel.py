@@ -7,23 +7,26 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.backends.fsdp.context_ranks import CPU, decoder_of, learnt, sharded, share_of
+from tests.backends.fsdp.context_ranks import CPU, decoder_of, kept_on_a_rank, learnt, sharded, share_of
 from tests.backends.fsdp.sharded_runs import trained
 from tests.models.oracle import KINDS
 from tests.models.small_families.small import SMALL
 from tests.pool import ranks
-from tests.train.shared_prefix_samples import group
+from tests.train.shared_prefix_samples import group, sample
 
 from miles.algo.loss_aggregation import mean_per_token
 from miles.backends.fsdp.context_parallel import _assign_tokens
 from miles.backends.fsdp.local_model import LocalModel
-from miles.cluster.parallel_dims import MIN_SCANNED_CHUNK, ParallelDims, assign_scans
+from miles.cluster.parallel_dims import MIN_SCANNED_CHUNK, ParallelDims, assign_scans, compute_scan_imbalance
 from miles.core.token_fields import INDEXER_TOPK
 from miles.kernels.attention.varlen import VarlenAttentionBackend
+from miles.kernels.numerics import BATCH_INVARIANT, FAST
+from miles.models.accounting.activations import ContextScan, layer_bytes, stream_bytes
 from miles.models.checkpoint import hf
 from miles.models.decoder import Routing
 from miles.models.families import spec_from_config
 from miles.models.indexer_layout import build_indexer_layout
+from miles.models.spec import RecurrentMixer
 from miles.train.batch_tensors import flatten_batch, group_by_trajectory, pack_micro_batch
 from miles.train.dp_group import SINGLE_RANK
 from miles.train.indexer_replay import build_selections
@@ -192,6 +195,49 @@ def test_four_ranks_that_hand_tokens_and_convolved_inputs_on_learn_what_one_lear
 
 def test_four_ranks_learn_what_one_learns():
     compare(4, [case("qwen3 moe", replay=True), case("qwen3", share=True)])
+
+
+WIDER = {
+    "hybrid qwen3.5": {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "hybrid nemotron h": {"mamba_head_dim": 16, "ssm_state_size": 16},
+    "hybrid kimi linear": {"linear_head_dim": 16},
+    "lfm2": {},
+}
+
+
+def recurrent_layers(kind):
+    spec = spec_from_config(config_of(kind, max_position_embeddings=2048, **WIDER[kind]))
+    return replace(spec, layers=tuple(layer for layer in spec.layers if isinstance(layer.mixer, RecurrentMixer)))
+
+
+def rows_of(lengths):
+    samples = [sample(np.zeros(length + 1, np.int32), 1, prompt_id=i) for i, length in enumerate(lengths)]
+    flat = flatten_batch(group_by_trajectory(samples), mean_per_token)
+    return pack_micro_batch(flat, range(len(lengths)), device=CPU, replay=False, share=False)
+
+
+def counted_bytes(spec, world, tokens, longest):
+    chunk = longest // (2 * world)
+    uneven = compute_scan_imbalance(tokens, longest, world)
+    scan = ContextScan(world, chunk if chunk >= MIN_SCANNED_CHUNK else None, uneven)
+    layers = sum(layer_bytes(spec, i, size=4, fused=False, scan=scan) for i in range(spec.num_layers))
+    return layers + 2 * spec.hidden_size * 4 + stream_bytes(spec, 4) + 8
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_keeps_its_share_of_recurrent_activations_and_no_more_than_is_counted(world):
+    batches = [(2048,), (512,) * 4, (1500, 300, 200, 48)]
+    cases = [(recurrent_layers(kind), rows_of(lengths), FAST) for kind in WIDER for lengths in batches]
+    cases += [(recurrent_layers(kind), rows_of((512,)), BATCH_INVARIANT) for kind in WIDER]
+    (alone,) = ranks(1, kept_on_a_rank, cases)
+    found = ranks(world, kept_on_a_rank, cases)
+    for number, (spec, rows, numerics) in enumerate(cases):
+        most = max(kept for kept, _ in (each[number] for each in found))
+        # Columns that correct outputs for the states before chunks, or a quarter more tokens, of some layers.
+        assert most < 1.5 / world * alone[number][0]
+        if numerics is FAST:
+            counted = counted_bytes(spec, world, 2048, max(rows.lengths)) * found[0][number][1]
+            assert 0.6 * counted < most < 1.05 * counted
 
 
 CUT = {

@@ -268,14 +268,7 @@ def shard_batch(
             group,
             device,
             lengths=lengths,
-            shard=shard_sequences(
-                np.array([[size for _, size in pieces] for pieces in assignment.pieces]),
-                assign_scans(lengths, world),
-                more,
-                group,
-                partial(gather_from_sequence_region, group=group),
-                device,
-            ),
+            shard=_shard_sequences(assignment, group, device),
             numerics=numerics,
             selections=selections,
         ),
@@ -287,6 +280,19 @@ def shard_batch(
         fill=more,
         vision=None if vision is None else select_range(vision, place_T, rank * assignment.size, assignment.size),
         selections=selections,
+    )
+
+
+def _shard_sequences(assignment: _Assignment, group: CommGroup, device: torch.device) -> ShardedSequences:
+    """Return what recurrent layers scan on this rank."""
+    sizes_Nc = np.array([[size for _, size in pieces] for pieces in assignment.pieces])
+    return shard_sequences(
+        sizes_Nc,
+        assign_scans(sizes_Nc.sum(1).tolist(), group.world),
+        assignment.size - len(assignment.own[group.rank]),
+        group,
+        partial(gather_from_sequence_region, group=group),
+        device,
     )
 
 

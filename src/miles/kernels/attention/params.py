@@ -173,12 +173,13 @@ class SequenceExchange(Protocol):
 class ShardedSequences:
     """The sequences of which this rank has tokens: those that are ``split``, and those that a rank scans ``whole``.
 
-    If there are both, ``rows`` are the tokens of each.
+    If there are both, ``rows`` are the tokens of each, and ``order`` restores the order of all.
     """
 
     split: SequenceShard | None
     whole: SequenceExchange | None
     rows: tuple[Tensor, Tensor] | None = None
+    order: Tensor | None = None
 
 
 class PagedAttentionParams(NamedTuple):

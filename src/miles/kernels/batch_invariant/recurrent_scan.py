@@ -152,11 +152,11 @@ def _run_chunks(rule: _Rule, inputs: tuple[Tensor, ...], shard: SequenceShard, s
     """
     parts = shard.parts
     assert len(inputs[0]) == sum(parts), f"got {len(inputs[0])} tokens for parts of {sum(parts)} in all"
-    rows_Cr = _find_chunk_rows(tuple(parts), inputs[0].device)
+    *rows_Cr, order_t = _find_chunk_rows(tuple(parts), inputs[0].device)
     chunks = [x if i in rule.weights else x.index_select(0, row_r) for row_r in rows_Cr for i, x in enumerate(inputs)]
     outs: tuple[Tensor, Tensor] = _ShardedRecurrence.apply(rule, shard, state, *chunks)  # pyright: ignore[reportAssignmentType]
-    out_tHv = outs[0].new_zeros(len(inputs[0]), *outs[0].shape[1:])
-    return out_tHv.index_copy(0, torch.cat(rows_Cr), torch.cat(outs))
+    padding = outs[0].new_zeros(parts[-1], *outs[0].shape[1:])
+    return torch.cat((*outs, padding)).index_select(0, order_t)
 
 
 class _ShardedRecurrence(torch.autograd.Function):
@@ -181,7 +181,8 @@ class _ShardedRecurrence(torch.autograd.Function):
         start_NHx = values.new_zeros(len(lengths[0]), *state, dtype=accumulation_dtype(values.dtype))
         shard.carry_states(start_NHx, step)
         ctx.save_for_backward(*inputs, *before)
-        ctx.chunked, ctx.shard, ctx.lengths = rule.chunked, shard, lengths
+        ctx.chunked, ctx.lengths = rule.chunked, lengths
+        ctx.shard = shard
         return tuple(outs)
 
     @staticmethod
@@ -208,13 +209,17 @@ class _ShardedRecurrence(torch.autograd.Function):
 
 
 @lru_cache(maxsize=16)
-def _find_chunk_rows(parts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The tokens of this rank's early chunks, and those of its late ones; the last part is padding."""
-    part_t = np.repeat(np.arange(len(parts)), parts)
-    is_token_t = part_t < len(parts) - 1
+def _find_chunk_rows(parts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens of this rank's early chunks, those of its late ones, and the order of these and of padding, which is
+    the last part.
+    """
+    kind_B = np.append(np.arange(len(parts) - 1) % 2, 2)
+    by_kind = np.argsort(np.repeat(kind_B, parts), kind="stable")
+    early = sum(parts[:-1:2])
+    ends = early, early + sum(parts[1:-1:2])
     with torch.inference_mode(False), torch.no_grad():
-        early, late = (torch.from_numpy(np.flatnonzero(is_token_t & (part_t % 2 == i))).to(device) for i in range(2))
-    return early, late
+        rows = [torch.from_numpy(x).to(device) for x in (by_kind[: ends[0]], by_kind[ends[0] : ends[1]])]
+        return rows[0], rows[1], torch.from_numpy(np.argsort(by_kind)).to(device)
 
 
 # -- the recurrences as one scan -------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Context parallelism of recurrences: each rank scans its parts of the sequences, and states are handed on.
+"""Context parallelism of recurrences: each rank scans its parts of the sequences at once, and states are passed on.
 
 The state after a part is an affine function of the state before it. A rank scans its parts from a state of zeros, and
 computes beside that how the state before a part changes its outputs and the state after it; states before all parts
-then follow from those of all ranks.
+then follow from those of all ranks. (Batch-invariant recurrences take turns: ``batch_invariant.recurrent_scan``.)
 
 Shapes: t tokens of this rank, B its parts of sequences, L tokens of a part, H heads, G key heads (of Mamba-2: groups),
 k channels of a key, v of a value, p channels of a head, n of a Mamba-2 state.

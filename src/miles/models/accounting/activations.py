@@ -329,10 +329,11 @@ def layer_bytes(
     fused: bool,
     sequence: int = 1,
     lora: LoraSpec | None = None,
+    scan: ContextScan = ContextScan(),  # noqa: B008 (immutable)
 ) -> float:
     """Compute what layer ``index`` saves per token; ``size`` is the bytes of a value. Under ``lora`` it is frozen."""
     setting = _list_settings(spec, lora)[index]
-    return _layer_bytes(setting, spec, size, fused, sequence, ContextScan())
+    return _layer_bytes(setting, spec, size, fused, sequence, scan)
 
 
 class _LayerSetting(NamedTuple):

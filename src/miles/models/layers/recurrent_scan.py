@@ -42,7 +42,8 @@ def scan_tokens(recurrent: RecurrentState, scan: ScanFn, inputs_T: Sequence[Tens
         return _scan_sharded(recurrent.shard, scan, inputs_T)
     if recurrent.levels:
         outs = [scan_tokens(part, scan, [x.index_select(0, rows) for x in inputs_T]) for rows, part in recurrent.levels]
-        return _order_rows(outs, [rows for rows, _ in recurrent.levels])
+        out = torch.cat(outs)
+        return torch.empty_like(out).index_copy_(0, torch.cat([rows for rows, _ in recurrent.levels]), out)
     out_T, state = scan(inputs_T, recurrent.lengths, recurrent.state, None)
     if state is not None:
         recurrent.update(state)
@@ -60,10 +61,5 @@ def _scan_sharded(shard: ShardedSequences, scan: ScanFn, inputs_T: Sequence[Tens
     if shard.whole is not None:
         collected_S = [shard.whole.collect(x_T) for x_T in whole_T]
         outs.append(shard.whole.send_back(scan(collected_S, shard.whole.lengths, None, None)[0]))
-    return outs[0] if shard.rows is None else _order_rows(outs, shard.rows)
-
-
-def _order_rows(outs: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
-    """Put rows that were taken apart in their order again."""
-    out = torch.cat(list(outs))
-    return torch.empty_like(out).index_copy_(0, torch.cat(list(rows)), out)
+    # Not index_copy, which saves its source.
+    return outs[0] if shard.order is None else torch.cat(outs).index_select(0, shard.order)

@@ -68,7 +68,7 @@ def shard_sequences(
     """
     is_split_N = np.array([owner is None for owner in owners])
     early_N, late_N = sizes_Nc[:, group.rank], sizes_Nc[:, 2 * group.world - 1 - group.rank]
-    split = whole = rows = None
+    split = whole = rows = order = None
     if is_split_N.any():
         parts = np.stack((early_N, late_N), 1)[is_split_N].ravel().tolist()
         split = ContextSequenceShard(
@@ -79,10 +79,10 @@ def shard_sequences(
         whole_fill = 0 if is_split_N.any() else fill
         whole = _build_exchange(sizes_Nc[~is_split_N], owner_N, whole_fill, group, device)
     if split is not None and whole is not None:
-        is_split_t = np.append(np.repeat(is_split_N, early_N + late_N), [True] * fill)
+        is_split_t = np.append(np.repeat(is_split_N, early_N + late_N), np.ones(fill, np.bool_))
         split_t, whole_t = (torch.from_numpy(np.flatnonzero(is_t)).to(device) for is_t in (is_split_t, ~is_split_t))
-        rows = split_t, whole_t
-    return ShardedSequences(split, whole, rows)
+        rows, order = (split_t, whole_t), torch.cat((split_t, whole_t)).argsort()
+    return ShardedSequences(split, whole, rows, order)
 
 
 # -- split sequences ------------------------------------------------------------------------
@@ -171,8 +171,9 @@ class ContextSequenceExchange:
     """The SequenceExchange of one rank.
 
     ``sent_t`` are this rank's tokens in the order in which they are sent, ``sent`` and ``came`` how many go to each
-    rank and come from it, and ``order_S`` sorts those that came. A rank without a sequence of two tokens scans one of
-    ``zeros``, so that all of its weights have a gradient, also those of a decay.
+    rank and come from it, and ``order_S`` sorts those that came; ``own_t`` and ``back_S`` are the inverse orders. A
+    rank without a sequence of two tokens scans one of ``zeros``, so that all of its weights have a gradient, also those
+    of a decay.
     """
 
     group: ContextGroup
@@ -180,6 +181,8 @@ class ContextSequenceExchange:
     sent: list[int]
     came: list[int]
     order_S: Tensor
+    own_t: Tensor
+    back_S: Tensor
     lengths: Sequence[int]
     zeros: int
     fill: int
@@ -191,10 +194,9 @@ class ContextSequenceExchange:
 
     def send_back(self, x_S: Tensor) -> Tensor:
         x_S = x_S[: -self.zeros] if self.zeros else x_S
-        sent_S = torch.empty_like(x_S).index_copy_(0, self.order_S, x_S)
-        back_t = all_to_all_rows(sent_S, self.came, self.sent, self.group)
-        own_t = torch.empty_like(back_t).index_copy_(0, self.sent_t, back_t)
-        return F.pad(own_t, (*(0, 0) * (own_t.ndim - 1), 0, self.fill)) if self.fill else own_t
+        x_t = all_to_all_rows(x_S.index_select(0, self.back_S), self.came, self.sent, self.group)
+        x_t = x_t.index_select(0, self.own_t)
+        return F.pad(x_t, (*(0, 0) * (x_t.ndim - 1), 0, self.fill)) if self.fill else x_t
 
 
 def _build_exchange(
@@ -215,12 +217,15 @@ def _build_exchange(
     zeros = 2 if max(lengths, default=0) < 2 else 0
     # Chunks in the order of the sequence: early ones up the ranks, late ones down.
     begin_nc = np.concatenate((begin_nr, (begin_nr + early_Nr[mine])[:, ::-1]), 1)
+    sent_t, order_S = _list_ranges(start_N[by_owner], own_N[by_owner]), _list_ranges(begin_nc, sizes_Nc[mine])
     return ContextSequenceExchange(
         group=group,
-        sent_t=_list_ranges(start_N[by_owner], own_N[by_owner]).to(device),
+        sent_t=sent_t.to(device),
         sent=[int(own_N[owner_N == owner].sum()) for owner in range(world)],
         came=came_r.tolist(),
-        order_S=_list_ranges(begin_nc.ravel(), sizes_Nc[mine].ravel()).to(device),
+        order_S=order_S.to(device),
+        own_t=sent_t.argsort().to(device),
+        back_S=order_S.argsort().to(device),
         lengths=[*lengths, zeros] if zeros else lengths,
         zeros=zeros,
         fill=fill,
@@ -229,7 +234,8 @@ def _build_exchange(
 
 def _list_ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> Tensor:
     """Return so many numbers from each start on, one range after the other."""
-    return torch.from_numpy(np.arange(counts.sum()) + np.repeat(starts - counts.cumsum() + counts, counts))
+    counts = counts.ravel()
+    return torch.from_numpy(np.arange(counts.sum()) + np.repeat(starts.ravel() - counts.cumsum() + counts, counts))
 
 
 def find_owner(chunk: int, world: int) -> int:
