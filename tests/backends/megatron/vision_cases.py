@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.backends.megatron.cases import adapted, lora_of, stepped
+from tests.backends.megatron.cases import adapted, load_frozen, lora_of, read_lora, stepped
 from tests.train.vision_samples import mixed
 
 from miles.backends.fsdp.local_model import LocalModel
@@ -72,31 +72,36 @@ def step_on_ranks(
             destroy_parallel_state()
 
 
-def adapt_alone(folder: Path, batch: tuple[str, str], modules: str) -> dict[str, Any]:
+def adapt_alone(folder: Path, batch: tuple[str, str], modules: str, form: dict[str, Any]) -> dict[str, Any]:
     """A step of adapters in one process of the embedded trainer."""
     decoder = hf.load(folder, device="cpu", dtype=torch.float32)
-    lora = lora_of(decoder.spec, modules)
+    lora = lora_of(decoder.spec, modules, **form)
     model = adapted(LocalModel(decoder, config=read_config(folder), frozen=True), folder, lora)
     return stepped(model, image_samples(*batch), SINGLE_RANK, {}, max_tokens_per_gpu=TOKENS)
 
 
 def adapt_on_ranks(
-    rank: int, world: int, folder: Path, layout: ParallelDims, batch: tuple[str, str], modules: str
+    rank: int,
+    world: int,
+    folder: Path,
+    layout: ParallelDims,
+    flags: tuple[str, ...],
+    batch: tuple[str, str],
+    modules: str,
+    form: dict[str, Any],
 ) -> dict[str, Any]:
     """The same step on one of Megatron's ranks."""
     from tests.backends.megatron.shim import on_cpu
 
     with on_cpu():
-        from miles.backends.megatron.model import load_megatron_model
         from miles.backends.megatron.parallel_state import destroy_parallel_state
 
-        config = read_config(folder)
-        lora = lora_of(spec := spec_from_config(config), modules)
-        how: dict[str, Any] = {"dtype": torch.float32, "frozen": True, "config": config, "lora": lora}
-        base = load_megatron_model(folder, spec, layout, **how)
+        lora = read_lora(folder, modules, **form)
+        base = load_frozen(folder, layout, flags, lora)
         try:
             model = adapted(base, folder, lora)
-            found = stepped(model, image_samples(*batch), base.dp_group, {}, max_tokens_per_gpu=TOKENS)
+            tokens = TOKENS // layout.context  # micro-batches are those of one process
+            found = stepped(model, image_samples(*batch), base.dp_group, {}, max_tokens_per_gpu=tokens)
             del found["trainer"]
             return found
         finally:

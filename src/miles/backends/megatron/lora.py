@@ -32,6 +32,7 @@ from miles.models.lora.adapters import (
     TargetPart,
     compute_factor_grads,
 )
+from miles.models.optim_groups import is_vision_param
 
 
 def find_part(mapping: ParamMapping, state: ParallelState) -> ParamPart:
@@ -69,6 +70,8 @@ def attach_adapters(
     layers: dict[int, Any] = {layer.layer_number - 1: layer for chunk in chunks for layer in chunk.decoder.layers}
     decoder: dict[str, dict[str, nn.Module]] = {}
     decoder_names: list[str] = []
+    tower = next((chunk for chunk in chunks if chunk.vision is not None), None)
+    tower_names = [name for name in adapters.targets_by_param if is_vision_param(name) and tower is not None]
     for name in adapters.targets_by_param:
         index, mapping = parse_layer_index(name), mappings[name]
         if index is None or index not in layers:  # another stage has it
@@ -91,6 +94,8 @@ def attach_adapters(
     # A module of the decoder has all slots at its input and at its output.
     modules = nn.ModuleDict({index: nn.ModuleDict(parts) for index, parts in decoder.items()})
     attach(nn.ModuleDict({"layers": modules}), lambda name: find_part(mappings[name], state), decoder_names)
+    if tower is not None:  # every rank that has it has it in full
+        attach(tower, names=tower_names)
     for chunk in chunks:
         if chunk.pre_process:
             # Layers that are recomputed have gradients only if their input has.

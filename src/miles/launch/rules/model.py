@@ -218,12 +218,6 @@ def _check_lora_head(c: Config, lora: LoraSpec, module: str, *, is_tied: bool) -
 
 def _check_megatron_lora(c: Config, lora: LoraSpec) -> Iterator[str]:
     backend = "--train-backend megatron"
-    unsupported = next((target for target in lora.targets if target.is_vision), None)
-    if unsupported is not None:
-        yield (
-            f"{backend} does not support adapters of a vision tower, such as {unsupported.module}; leave it out of "
-            "--target-modules, or use --train-backend fsdp."
-        )
     if packs_base(c):
         yield f"{backend} with --lora-rank does not support --train-precision; remove it, or use --train-backend fsdp."
     if "--use-distributed-optimizer" in c.megatron.megatron_flags:
@@ -243,10 +237,11 @@ def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
         yield "--lora-dropout does not work with --train-precision or --no-lora-merge; remove one of them."
     if is_unmerged(c) and c.algo.loss_type == "rm_loss":
         yield "--loss-type rm_loss with --lora-rank does not support --train-precision or --no-lora-merge; remove them."
-    if p.tensor_model_parallel_size > 1 and any(target.is_vision for target in lora.targets):
+    is_split = c.train.train_backend == "megatron" and p.sequence_parallel
+    if p.tensor_model_parallel_size > 1 and any(target.is_vision for target in lora.targets) and not is_split:
         yield (
-            "--tensor-model-parallel-size does not support adapters of a vision tower; add --exclude-modules vision, "
-            "or remove it."
+            "--tensor-model-parallel-size does not support adapters of a vision tower, except with --train-backend "
+            "megatron and --sequence-parallel; add these or --exclude-modules vision, or remove it."
         )
 
 
