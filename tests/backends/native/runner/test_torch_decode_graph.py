@@ -1,4 +1,4 @@
-"""Decode steps with torch attention read nothing from the host and wait for nothing, so a CUDA graph may capture them."""
+"""Decode steps with torch attention read nothing from the host, so a CUDA graph may capture them."""
 
 from dataclasses import replace
 
