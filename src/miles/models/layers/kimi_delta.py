@@ -62,12 +62,8 @@ class KimiDeltaAttention(nn.Module):
         self.output = Linear(inner, width, **layer_factory)
 
     def forward(self, x_TD: Tensor, positions: Positions, attn_backend: AttentionBackend) -> Tensor:
-        qkv_TC, decay_TX, beta_TH, gate_TX = (
-            self.qkv(x_TD),
-            self.f_b(self.f_a(x_TD)),
-            self.b(x_TD),
-            self.g_b(self.g_a(x_TD)),
-        )
+        qkv_TC, beta_TH = self.qkv(x_TD), self.b(x_TD)
+        decay_TX, gate_TX = self.f_b(self.f_a(x_TD)), self.g_b(self.g_a(x_TD))
         recurrent = attn_backend.recurrent_state(self.layer)
         state = find_decode_state(recurrent, self.numerics)
         if state is not None and supports_decode_step(qkv_TC, self.spec.head_dim, self.spec.head_dim):
