@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from miles.cluster import stack_dump
 from miles.cluster.gpu_counters import HostGpuCounters, RemoteHosts
 from miles.cluster.hub_client import HubError
@@ -25,7 +27,7 @@ from miles.core.errors import ParityError, ResumeError, storage_errors
 from miles.core.events import Event, StepFinished
 from miles.core.protocols import Observer
 from miles.kernels.numerics import configure_cublas
-from miles.kernels.runtime.triton_compat import watch_compilation
+from miles.kernels.runtime.triton_compat import start_hashing_triton, watch_compilation
 from miles.launch.build.debug import build_rollout_dumps
 from miles.launch.build.models import build_hf_conversion, build_profile_settings
 from miles.launch.build.run import TrainingRun, build_run
@@ -75,7 +77,7 @@ if TYPE_CHECKING:
     from miles.backends.remote.server_profiler import ServerProfiler
 
 # After this time a run compiles its kernels itself.
-_PRECOMPILE_SECONDS = 30.0
+_PRECOMPILE_SECONDS = 10.0
 UPLOAD_FAILED = 3
 """Exit status of a run that finished but was not uploaded."""
 StopCondition = Callable[[Event], bool]
@@ -157,6 +159,8 @@ def run(
     """
     timer = timer or StartTimer()
     watch_compilation(timer.add)
+    if torch.cuda.is_available():
+        start_hashing_triton()
     set_train_env_vars(config)
     configure_cublas(config.models.numerics)
     signals = signals or StopSignals(view.note, view.close)
