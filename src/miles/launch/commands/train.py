@@ -152,10 +152,7 @@ def run(
     timer: StartTimer | None = None,
     precompilation: Precompilation | None = None,
 ) -> bool:
-    """Run the loop to its end or until it is stopped; true when it reached its end.
-
-    ``timer`` times its start; its first step waits for the kernels of ``precompilation``.
-    """
+    """Run the loop to its end or until it is stopped; true at its end. Its start waits for ``precompilation``."""
     started = _Start(timer or StartTimer(), precompilation)
     started.watch_kernels()
     set_train_env_vars(config)
