@@ -41,6 +41,7 @@ from miles.launch.distributed.driver import set_train_env_vars
 from miles.launch.distributed.resilient_trainer import RecoveryState
 from miles.launch.plan.plan import Plan
 from miles.launch.read_config import read
+from miles.observe.start_timer import StartTimer
 from miles.schedule.checkpoints import CheckpointDirectory
 from miles.schedule.device_lease import DisjointLease
 
@@ -421,6 +422,7 @@ async def _build_policy(model: str, *, algorithm: str, options: Mapping[str, Any
         steps=config.schedule.num_rollout or 1,
         recovery=RecoveryState(checkpoints=CheckpointDirectory(plan.run_dir), rollouts=None, estimator=estimator),
         report=lambda text: None,
+        timer=StartTimer(),
     )
     assert stack.local is not None, "a rule requires a policy in this process"
     engine = stack.engines[main.policy.name] if samples else None

@@ -134,11 +134,11 @@ def _train(argv: list[str]) -> int:
                 argv, plan.run_dir, max_restarts=faults.max_restarts, heartbeat_timeout=faults.heartbeat_timeout
             )
         supervisor.start_supervised_heartbeat()
-        precompilation = start_precompilation(argv, config)
         timer.lap("config")
         from miles.launch.commands.train import train
 
         timer.lap("imports")
+        precompilation = start_precompilation(config)
         return train(config, plan, origins, timer, precompilation)
 
 

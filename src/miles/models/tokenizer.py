@@ -17,12 +17,20 @@ from miles.models.tokenizer_json import TokenizerJson, read_tokenizer_json, rend
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Arguments of transformers that are not variables of the template.
-_TEMPLATE_OPTIONS = frozenset(
-    {
-        *("chat_template", "continue_final_message", "documents", "max_length", "messages", "padding", "return_dict"),
-        *("return_assistant_tokens_mask", "return_tensors", "tokenizer_kwargs", "truncation", "conversation"),
-    }
-)
+_TEMPLATE_OPTIONS = {
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "max_length",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenizer_kwargs",
+    "truncation",
+}
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 

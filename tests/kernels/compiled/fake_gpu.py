@@ -23,21 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-DEVICE = torch.device("cuda", 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """An architecture: Triton's name, the threads of a warp, and what torch reports of a GPU that has it."""
-
-    family: str
-    arch: str
-    warp_size: int
-    capability: tuple[int, int]
-    sms: int
-    shared_memory: int
-    gpus: str
-
+from miles.kernels.runtime.fake_gpu import DEVICE, FakeDriver, Target
 
 # Shared memory is the most that one program may have (LDS of a compute unit on AMD GPUs).
 TARGETS = {
@@ -110,26 +96,6 @@ def _unwrap(value: Any) -> Any:
 def _wrap(value: Any) -> Any:
     is_meta = type(value) is Tensor and value.is_meta
     return value.as_subclass(GpuTensor) if is_meta else value
-
-
-class FakeDriver:
-    """What Triton asks a driver for before it launches."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self.utils = SimpleNamespace(get_device_properties=lambda index: {"max_shared_mem": target.shared_memory})
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        arch = int(self._target.arch) if self._target.family == "cuda" else self._target.arch
-        return GPUTarget(self._target.family, arch, self._target.warp_size)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from miles.launch.distributed.resilient_trainer import RecoveryState
 from miles.launch.read_config import read
 from miles.models.decoder import Decoder
 from miles.models.model_provider import apply_model_provider
+from miles.observe.start_timer import StartTimer
 from miles.schedule.checkpoints import CheckpointDirectory
 
 SOURCE, WIRING = Path(miles.__file__).parent, ("backends", "launch")
@@ -75,7 +76,9 @@ def test_engine_trainer_reference_and_critic_have_the_numerics_of_the_run(inputs
     recovery = RecoveryState(
         checkpoints=CheckpointDirectory(tmp_path), rollouts=None, estimator=build_advantages(config, policies)
     )
-    stack = build_stack(policies, overlap=False, steps=2, recovery=recovery, report=lambda text: None)
+    stack = build_stack(
+        policies, overlap=False, steps=2, recovery=recovery, report=lambda text: None, timer=StartTimer()
+    )
     (engine,), trainer = stack.native_engines, stack.trainer
     assert engine_numerics(engine) == {EXPECTED[parity]}
     critic = trainer._critic._model._backbone

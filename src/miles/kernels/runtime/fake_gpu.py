@@ -93,11 +93,49 @@ class _FakeGpuMode(TorchFunctionMode):
             self.in_torch = outside
 
 
-def stub_dynamo() -> None:
-    """Keep meta tensors of this process from importing torch.compile, which would take longer than all else."""
-    stub = ModuleType("torch._dynamo")
-    stub.disable = lambda function, *_, **__: function  # pyright: ignore[reportAttributeAccessIssue]
-    sys.modules.setdefault("torch._dynamo", stub)
+_SHAPES = "torch.fx.experimental.symbolic_shapes"
+
+
+class _PlainShapes(ModuleType):
+    """Torch's functions on symbolic sizes, for sizes that are plain integers: what they are asked is what it is."""
+
+    @staticmethod
+    def sym_eq(left: object, right: object) -> bool:
+        return left == right
+
+    @staticmethod
+    def sym_or(*conditions: object) -> bool:
+        return any(conditions)
+
+    @staticmethod
+    def sym_and(*conditions: object) -> bool:
+        return all(conditions)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name.startswith(("is_", "has_", "free_")):  # whether something is symbolic
+            return lambda *_, **__: False
+        return lambda value=None, *_, **__: value
+
+
+@contextmanager
+def stub_heavy_imports(*, sizes: bool = True) -> Iterator[None]:
+    """Keep meta tensors from importing torch.compile and SymPy meanwhile, which would take longer than all else.
+
+    Without ``sizes`` they may import SymPy, for functions that the stub of symbolic sizes lacks.
+    """
+    dynamo, sympy = ModuleType("torch._dynamo"), ModuleType("sympy")
+    dynamo.disable = lambda function, *_, **__: function  # pyright: ignore[reportAttributeAccessIssue]
+    sympy.Basic = type("Basic", (), {})  # pyright: ignore[reportAttributeAccessIssue]
+    wanted = (dynamo, sympy, _PlainShapes(_SHAPES)) if sizes else (dynamo,)
+    stubs = [each for each in wanted if each.__name__ not in sys.modules]
+    sys.modules.update({stub.__name__: stub for stub in stubs})
+    try:
+        yield
+    finally:
+        for stub in stubs:
+            del sys.modules[stub.__name__]
 
 
 def _replace_device(value: Any) -> Any:

@@ -6,8 +6,9 @@ not installed; nothing decorated with ``jit`` is called there.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ __all__ = [
     "pdl_options",
     "pdl_options_inference",
     "register_limit",
+    "start_hashing_triton",
     "tl",
     "triton",
     "use_triton",
@@ -120,6 +122,20 @@ def use_triton_training(x: Tensor) -> bool:
 def device_guard(x: Tensor) -> AbstractContextManager[object]:
     """Make ``x``'s device current for kernel launches; models of a trainer may be on several devices."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def start_hashing_triton() -> threading.Thread:
+    """Hash Triton's own files in a thread; the first kernel would wait for the hash, a part of every cache key."""
+
+    def hash_files() -> None:
+        with suppress(ImportError, OSError):  # where there is no Triton, or another one
+            from triton.runtime.cache import triton_key
+
+            triton_key()
+
+    thread = threading.Thread(target=hash_files, daemon=True)
+    thread.start()
+    return thread
 
 
 def watch_compilation(add: Callable[[str, float], None]) -> None:

@@ -204,16 +204,10 @@ def build_advantages(config: Config, policies: Policies) -> AdvantageEstimator:
 
 
 def build_stack(
-    policies: Policies,
-    *,
-    overlap: bool,
-    steps: int,
-    recovery: RecoveryState,
-    report: Report,
-    timer: StartTimer | None = None,
+    policies: Policies, *, overlap: bool, steps: int, recovery: RecoveryState, report: Report, timer: StartTimer
 ) -> PolicyStack:
     """Models, engines and trainers for ``steps`` steps, in which trainer and engines ``overlap`` or take turns."""
-    timer = timer or StartTimer()
+    timer.lap("prompts")
     owners, main = policies.owners, policies.main.policy.name
     # A remote engine is monitored while a step is trained, so training must not block this thread.
     remote = any(is_remote(owner.config) for owner in owners.values())

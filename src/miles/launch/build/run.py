@@ -142,10 +142,9 @@ async def build_run(
     start: tuple[Path, Cursor] | None,
     report: Report = lambda text: None,
     wrap_planes: Callable[[Planes], Planes] = lambda planes: planes,
-    timer: StartTimer | None = None,
+    timer: StartTimer,
 ) -> TrainingRun:
     """Build the loop at the checkpoint ``start``; ``report`` gets notes, ``wrap_planes`` may replace parts."""
-    timer = timer or StartTimer()
     hooks, policies = load_user_hooks(config), read_policies(config, plan)
     timer.lap("tokenizer")
     main, policy = policies.main, policies.main.checkpoint
@@ -157,22 +156,13 @@ async def build_run(
     add_teachers = await _build_teachers(policies, plan, parts, generation)
     source = recorded or build_prompt_source(main.config, parts)
     recovery, steps = _build_recovery(main, plan, checkpoints, estimator), _count_steps(config, len(source))
-    timer.lap("prompts")
     report(f"{'Recorded groups are' if recorded else f'{len(source):,} prompts are'} read; loading {policy.folder}")
-    stack = build_stack(
-        policies,
-        overlap=config.schedule.max_weight_staleness > 0,
-        steps=steps,
-        recovery=recovery,
-        report=report,
-        timer=timer,
-    )
+    overlap = config.schedule.max_weight_staleness > 0
+    stack = build_stack(policies, overlap=overlap, steps=steps, recovery=recovery, report=report, timer=timer)
     train_generation, eval_generation = _connect_agents(multi_agent, generation, stack)
     services = UpstreamServices(next_prompt=source.next, first_rollout=start[1].step if start else 0)
     rollout = recorded or _build_rollout(main, train_generation, stack, add_teachers, services, report)
-    if start is not None:
-        await stack.trainer.load(start[0])
-        source.load(start[1].source)
+    await _load_start(stack, source, start)
     evaluator, eval_notes = build_evaluator(main.config, eval_generation, stack.engines.get(main.policy.name))
     planes = _build_planes(
         config,
@@ -202,6 +192,13 @@ async def build_run(
         executors=stack.executors,
         between_steps=between_steps,
     )
+
+
+async def _load_start(stack: PolicyStack, source: Source, start: tuple[Path, Cursor] | None) -> None:
+    """Load the checkpoint that the run continues, if it does."""
+    if start is not None:
+        await stack.trainer.load(start[0])
+        source.load(start[1].source)
 
 
 async def _build_teachers(

@@ -10,10 +10,12 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from miles.cluster import stack_dump
 from miles.cluster.gpu_counters import HostGpuCounters, RemoteHosts
@@ -25,7 +27,7 @@ from miles.core.errors import ParityError, ResumeError, storage_errors
 from miles.core.events import Event, StepFinished
 from miles.core.protocols import Observer
 from miles.kernels.numerics import configure_cublas
-from miles.kernels.runtime.triton_compat import watch_compilation
+from miles.kernels.runtime.triton_compat import start_hashing_triton, watch_compilation
 from miles.launch.build.debug import build_rollout_dumps
 from miles.launch.build.models import build_hf_conversion, build_profile_settings
 from miles.launch.build.run import TrainingRun, build_run
@@ -75,7 +77,7 @@ if TYPE_CHECKING:
     from miles.backends.remote.server_profiler import ServerProfiler
 
 # After this time a run compiles its kernels itself.
-_PRECOMPILE_SECONDS = 30.0
+_PRECOMPILE_SECONDS = 10.0
 UPLOAD_FAILED = 3
 """Exit status of a run that finished but was not uploaded."""
 StopCondition = Callable[[Event], bool]
@@ -150,13 +152,9 @@ def run(
     timer: StartTimer | None = None,
     precompilation: Precompilation | None = None,
 ) -> bool:
-    """Run the loop to its end or until it is stopped; true when it reached its end.
-
-    The phases of its start, from the start of ``timer``, are part of the timings of its first step, which waits for
-    the kernels of ``precompilation``.
-    """
-    timer = timer or StartTimer()
-    watch_compilation(timer.add)
+    """Run the loop to its end or until it is stopped; true at its end. Its start waits for ``precompilation``."""
+    started = _Start(timer or StartTimer(), precompilation)
+    started.watch_kernels()
     set_train_env_vars(config)
     configure_cublas(config.models.numerics)
     signals = signals or StopSignals(view.note, view.close)
@@ -193,19 +191,9 @@ def run(
                 start = resolve_load(Path(config.schedule.load), plan.steps)
                 if config.observe.load_debug_rollout_data is not None:
                     start = reset_prompt_cursor(start)
-            work = _run(
-                config,
-                plan,
-                directory,
-                start,
-                resumed=resumed,
-                view=view,
-                stop_when=stop_when,
-                signals=signals,
-                timer=timer,
-                precompilation=precompilation,
-            )
-            finished = asyncio.run(work)
+            stopper = _EarlyStop(_choose_stop(config, start, stop_when))
+            run_loop = partial(_run, resumed=resumed, view=view, stopper=stopper, signals=signals, started=started)
+            finished = asyncio.run(run_loop(config, plan, directory, start))
             if finished:
                 _audit_prompts(config, directory.path)
             return finished
@@ -249,16 +237,13 @@ async def _run(
     *,
     resumed: bool,
     view: View,
-    stop_when: StopCondition | None,
+    stopper: _EarlyStop,
     signals: StopSignals,
-    timer: StartTimer,
-    precompilation: Precompilation | None,
+    started: _Start,
 ) -> bool:
     with storage_errors(directory.path):
         stack_dump.create_dump_dir(directory.path / "logs" / "stacks", "driver")
     watchdog = StallWatchdog(directory.path / "logs", config.schedule.stall_timeout, view.note)
-    first = start[1].step if start else 0
-    stopper = _EarlyStop(stop_when or partial(_is_last_step, config.schedule.debug_exit_after_rollout, first))
     mirror = _build_mirror(config, directory, view)
     dashboard = start_dashboard(config.observe, directory.path, view.note)
     server_profiler = _build_server_profiler(config, directory.path, view.note)
@@ -276,23 +261,13 @@ async def _run(
         trackers = _start_trackers(config, plan, directory.path, view)
         journal = _build_journal(config, directory, start[1] if start and resumed else None, view, [*views, trackers])
     try:
-        timer.lap("run_dir")
+        started.timer.lap("run_dir")
         with view.stage("Loading the model and the prompts"):
-            training = await build_run(
-                config,
-                plan,
-                checkpoints=directory.checkpoints,
-                journal=journal,
-                start=start,
-                report=view.note,
-                timer=timer,
-            )
+            build = partial(build_run, config, plan, report=view.note, timer=started.timer)
+            training = await build(checkpoints=directory.checkpoints, journal=journal, start=start)
         try:
             _print_start(training, start, resumed, view)
-            timer.lap("loop")
-            if precompilation is not None:
-                await asyncio.to_thread(precompilation.wait, _PRECOMPILE_SECONDS)
-                timer.lap("kernels")
+            await started.wait_for_kernels()
             with (
                 signals.stopping(training.loop.stop_soon),
                 stopper.stopping(training.loop),
@@ -462,6 +437,27 @@ def _list_next_commands(directory: Path) -> list[tuple[str, str]]:
     return [*commands, (f"miles plan {directory / 'config.toml'}", "every option of this run and its origin")]
 
 
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """The start of a run: its timer, and the process that compiles its kernels, if there is one."""
+
+    timer: StartTimer
+    precompilation: Precompilation | None
+
+    def watch_kernels(self) -> None:
+        """Count kernels that are compiled here, and prepare for it what takes time."""
+        watch_compilation(self.timer.add)
+        if torch.cuda.is_available():
+            start_hashing_triton()
+
+    async def wait_for_kernels(self) -> None:
+        """Wait for the kernels of the first rollout, when all else is built."""
+        self.timer.lap("loop")
+        if self.precompilation is not None:
+            await asyncio.to_thread(self.precompilation.wait, _PRECOMPILE_SECONDS)
+            self.timer.lap("kernels")
+
+
 # -- where a run starts ---------------------------------------------------------------------
 
 
@@ -501,6 +497,11 @@ def reset_prompt_cursor(start: tuple[Path, Cursor]) -> tuple[Path, Cursor]:
 def _is_last_step(count: int | None, first: int, event: Event) -> bool:
     """Whether this command has made the steps of --debug-exit-after-rollout."""
     return count is not None and isinstance(event, StepFinished) and event.step - first >= count
+
+
+def _choose_stop(config: Config, start: tuple[Path, Cursor] | None, stop_when: StopCondition | None) -> StopCondition:
+    first = start[1].step if start else 0
+    return stop_when or partial(_is_last_step, config.schedule.debug_exit_after_rollout, first)
 
 
 class _EarlyStop:

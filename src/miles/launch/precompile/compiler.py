@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -22,7 +22,7 @@ class ParallelCompiler:
     def __init__(self, target: Target, *, workers: int) -> None:
         self._target = FakeDriver(target).get_current_target()
         self._workers = workers
-        self._children: set[int] = set()
+        self.children: set[int] = set()
         self.started, self.failed = 0, 0
 
     def install(self) -> None:
@@ -57,9 +57,9 @@ class ParallelCompiler:
         if self._target.backend == "cuda":
             self._fork(link)
 
-    def wait(self) -> None:
-        """Wait until everything is compiled."""
-        while self._children:
+    def wait(self, children: Collection[int] | None = None) -> None:
+        """Wait until what these ``children`` compile is compiled; None: everything."""
+        while self.children if children is None else self.children.intersection(children):
             self._wait_for_one()
 
     def _compile(self, source: Any, options: Any) -> None:
@@ -73,17 +73,17 @@ class ParallelCompiler:
                 CudaLauncher(source, kernel.metadata)
 
     def _fork(self, work: Callable[[], None]) -> None:
-        while len(self._children) >= self._workers:
+        while len(self.children) >= self._workers:
             self._wait_for_one()
         self.started += 1
         child = os.fork()
         if child == 0:
             _run_and_exit(work)
-        self._children.add(child)
+        self.children.add(child)
 
     def _wait_for_one(self) -> None:
         child, status = os.wait()
-        self._children.discard(child)
+        self.children.discard(child)
         self.failed += status != 0
 
 

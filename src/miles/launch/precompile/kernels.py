@@ -1,21 +1,15 @@
 """The Triton kernels of a run: steps of its engine and its trainer, on meta tensors, with one layer of each kind.
 
-    python -m miles.launch.precompile.kernels WORDS OF MILES TRAIN
-
-Prints ``ready`` when the kernels that the first step needs are compiled, and then compiles those of smaller batches.
-
 Shapes: T tokens, R trained tokens, B sequences, M pages of a sequence.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-import threading
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +21,10 @@ from miles.backends.native.runner.model_runner import ModelRunner
 from miles.kernels.attention.gather_rows import index_rows
 from miles.kernels.numerics import Numerics
 from miles.kernels.runtime.checksum import compute_checksums
-from miles.kernels.runtime.fake_gpu import DEVICE, Target, fake_gpu, stub_dynamo
+from miles.kernels.runtime.fake_gpu import DEVICE, Target, fake_gpu, stub_heavy_imports
+from miles.kernels.runtime.triton_compat import start_hashing_triton
 from miles.launch.config import Config
 from miles.launch.precompile.compiler import ParallelCompiler
-from miles.launch.read_config import read_without_rules
 from miles.models.checkpoint import hf
 from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.decoder import Decoder
@@ -108,7 +102,7 @@ class RunSteps:
         """Forward and backward pass over packed sequences."""
         decoder = Decoder(self._spec, device="meta", dtype=self._dtype, numerics=self._numerics)
         temperature, chunk = self._config.rollout.rollout_temperature, self._config.train.log_probs_chunk_size
-        for tokens in _NUM_TOKENS:
+        for tokens, with_entropy in product(_NUM_TOKENS, (False, True)):
             lengths = (tokens // 2, tokens - tokens // 2)
             positions_T = torch.cat([torch.arange(n, device=DEVICE) for n in lengths])
             tokens_T = torch.zeros(tokens, dtype=torch.int64, device=DEVICE)
@@ -122,7 +116,7 @@ class RunSteps:
                 numerics=self._numerics,
             )
             logp_R, entropy_R = compute_logprobs(output, tokens_T[rows_R], temperature=temperature, chunk=chunk)
-            torch.autograd.backward(logp_R.sum() + entropy_R.sum())
+            torch.autograd.backward(logp_R.sum() + entropy_R.sum() if with_entropy else logp_R.sum())
 
 
 def _build_prefill(tokens: int, decodes: int, *, page_size: int) -> ForwardBatch:
@@ -154,65 +148,61 @@ def _build_prefill(tokens: int, decodes: int, *, page_size: int) -> ForwardBatch
     )
 
 
-def compile_run(config: Config, on_ready: Callable[[], None]) -> bool:
-    """Compile the kernels of a run; ``on_ready`` is called when those of its first step are. False if any failed."""
+def compile_run(config: Config, on_ready: Callable[[], object]) -> bool:
+    """Compile the kernels of a run in this process, which must not have used CUDA; false if any cannot be.
+
+    ``on_ready`` is called when those of the first rollout are compiled.
+    """
+    hashing = start_hashing_triton()
     target = read_target()
-    workers = max(1, len(os.sched_getaffinity(0)) - 1)
-    compiler = ParallelCompiler(target, workers=workers)
+    compiler = ParallelCompiler(target, workers=max(1, len(os.sched_getaffinity(0)) - 1))
+    hashing.join()  # forks inherit the hash
     compiler.link_driver()
     compiler.install()
-    worked = True
-
-    def attempt(step: Callable[[], object]) -> None:
-        nonlocal worked
-        try:
-            step()
-        except Exception:  # what this cannot foresee is compiled by the run itself
-            worked = False
-            traceback.print_exc()
-
     with fake_gpu(target):
         steps = RunSteps(config)
-        runner, graphs = steps.build_engine()
+        engines: list[tuple[ModelRunner, CudaGraphRunner]] = []
+        if not _attempt(lambda: engines.append(steps.build_engine())):
+            return False
+        runner, graphs = engines[-1]
         keys = graphs.list_keys()
         # Steps with prefill launch the same kernels whatever their size.
         prefill, decode = ([key for key in keys if (key.num_tokens > 0) == has] for has in (True, False))
         largest = [*prefill[:1], *(key for key in decode if key.batch_size == decode[0].batch_size)]
         rest = [*prefill[-1:], *(key for key in decode if key.batch_size < decode[0].batch_size)]
-        attempt(steps.launch_checksums)
-        attempt(lambda: steps.launch_prefill(runner, decodes=0))
-        attempt(lambda: _launch_graphs(graphs, largest))
-        attempt(steps.launch_training)
-        compiler.wait()
+        first = (
+            steps.launch_checksums,
+            lambda: steps.launch_prefill(runner, decodes=0),
+            lambda: _launch_graphs(graphs, largest),
+        )
+        others = (
+            steps.launch_training,
+            lambda: steps.launch_prefill(runner, decodes=2),
+            lambda: _launch_graphs(graphs, rest),
+        )
+        worked = [_attempt(step) for step in first]
+        rollout = set(compiler.children)
+        worked.append(_attempt(others[0]))
+        compiler.wait(rollout)
         on_ready()
-        attempt(lambda: steps.launch_prefill(runner, decodes=2))
-        attempt(lambda: _launch_graphs(graphs, rest))
+        worked += [_attempt(step) for step in others[1:]]
         compiler.wait()
-    return worked and not compiler.failed
+    return all(worked) and not compiler.failed
+
+
+def _attempt(step: Callable[[], object]) -> bool:
+    """Run a step, if need be with SymPy; what it cannot launch is compiled by the run itself."""
+    for sizes in (True, False):
+        try:
+            with stub_heavy_imports(sizes=sizes):
+                step()
+        except Exception:
+            traceback.print_exc()
+        else:
+            return True
+    return False
 
 
 def _launch_graphs(graphs: CudaGraphRunner, keys: Sequence[GraphKey]) -> None:
     for key in keys:
         graphs.run_padding(key)
-
-
-def _read_cache_key() -> None:
-    """Hash Triton's own files, which are part of every cache key; children inherit the result."""
-    with suppress(ImportError, OSError):
-        from triton.runtime.cache import triton_key
-
-        triton_key()
-
-
-def main(argv: Sequence[str]) -> int:
-    stub_dynamo()
-    hashing = threading.Thread(target=_read_cache_key)
-    hashing.start()
-    config = read_without_rules(argv)
-    hashing.join()
-    compiled = compile_run(config, lambda: print("ready", flush=True))
-    return 0 if compiled else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

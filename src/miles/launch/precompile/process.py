@@ -1,15 +1,16 @@
-"""Start of the process that compiles a run's Triton kernels while the run imports, reads and loads."""
+"""Start of the process that compiles a run's Triton kernels while the run reads and loads."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NoReturn
 
 import miles
 from miles.launch.config import Config
@@ -21,20 +22,23 @@ _MIN_CORES = 8
 
 
 class Precompilation:
-    """The process; it is ready when the kernels of the first step are in Triton's cache, or when it has ended."""
+    """A fork of this process that compiles the kernels of ``config``.
 
-    def __init__(self, argv: Sequence[str], done: Path) -> None:
+    It is ready when those of the first rollout are in Triton's cache, or when it has ended. ``done`` is written when
+    all are there, and what went wrong to a log beside it. This process must not have used CUDA yet.
+    """
+
+    def __init__(self, config: Config, done: Path) -> None:
         done.parent.mkdir(parents=True, exist_ok=True)
         self._done = done
         self._ready = threading.Event()
-        with done.with_suffix(".log").open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "miles.launch.precompile.kernels", *argv],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+        self._output, output = os.pipe()
+        log = os.open(done.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._child = os.fork()
+        if self._child == 0:
+            _compile_and_exit(config, output, log)
+        os.close(output)
+        os.close(log)
         threading.Thread(target=self._watch, daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
@@ -42,18 +46,36 @@ class Precompilation:
         return self._ready.wait(seconds)
 
     def _watch(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as output:
-            for line in output:
-                if line.strip() == "ready":
-                    self._ready.set()
+        with os.fdopen(self._output, "rb") as output:
+            if output.read(1):
+                self._ready.set()
+            output.read()  # until it ends
         self._ready.set()
-        if self._process.wait() == 0:
-            self._done.touch()
+        with suppress(OSError):
+            _, status = os.waitpid(self._child, 0)
+            if status == 0:
+                self._done.touch()
 
 
-def start_precompilation(argv: Sequence[str], config: Config) -> Precompilation | None:
-    """Start to compile the kernels of a training command; None where it does not help, or has been done before.
+def _compile_and_exit(config: Config, output: int, log: int) -> NoReturn:
+    """Compile the kernels of a run in a forked process, which ends without what its parent would do at its end."""
+    status = 1
+    try:
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        from miles.launch.precompile.kernels import compile_run
+
+        status = 0 if compile_run(config, lambda: os.write(output, b".")) else 1
+    except BaseException as error:  # the run compiles its kernels itself
+        os.write(log, f"{type(error).__name__}: {error}\n".encode())
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def start_precompilation(config: Config) -> Precompilation | None:
+    """Start to compile the kernels of a training run; None where it does not help, or has been done before.
 
     It helps a run in one process on an NVIDIA GPU whose kernels are not in Triton's cache.
     """
@@ -66,7 +88,7 @@ def start_precompilation(argv: Sequence[str], config: Config) -> Precompilation 
     if done is None or done.exists():
         return None
     try:
-        return Precompilation(argv, done)
+        return Precompilation(config, done)
     except OSError:  # as for a cache that cannot be written: the run compiles its kernels itself
         return None
 
@@ -81,7 +103,8 @@ def find_marker(config: Config) -> Path | None:
     sources = Path(miles.__file__).parent
     newest = max(path.stat().st_mtime_ns for path in sources.glob("kernels/**/*.py"))
     batch = config.rollout.rollout_temperature, config.train.log_probs_chunk_size
-    parts = (model, config.native, config.models, batch, versions, miles.__version__, str(sources), newest)
+    options = config.native, replace(config.models, hf_checkpoint=None)
+    parts = (model, options, batch, versions, miles.__version__, str(sources), newest)
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
     return _find_cache() / "miles" / f"{key}.done"
 

@@ -37,6 +37,7 @@ from miles.models.processor import load_processor
 from miles.models.tokenizer import HfTokenizer
 from miles.observe.formatting import format_number
 from miles.observe.log_reader import read_rows
+from miles.observe.start_timer import StartTimer
 from miles.observe.trajectory_view import is_coloured, legend, render_trajectory
 from miles.rollout.offline.replay_source import RolloutRecording
 from miles.schedule.checkpoints import CheckpointDirectory, CheckpointDraft, Cursor, checkpoint_name, read_cursor
@@ -162,6 +163,7 @@ async def _replay(task: ReplayTask, folder: Path) -> tuple[Findings, tuple[Traje
         checkpoints=TemporaryCheckpoints(folder, writes=compares_weights),
         journal=journal,
         start=task.start,
+        timer=StartTimer(),
         wrap_planes=comparison.wrap_planes if task.samples else lambda planes: planes,
     )
     try:
