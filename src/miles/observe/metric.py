@@ -112,7 +112,7 @@ TRAIN = _parse_rows(
     micro_batches       | passes   | Packed forward and backward passes of the step.
     tokens              | tokens   | Tokens of the batch, prompts included.
     train_tokens        | tokens   | Input tokens of the trainer's forward passes, prompts included.
-    tokens_shared       | tokens   | Input tokens saved by --share-prefix.
+    tokens_shared       | tokens   | Input tokens saved by shared prefixes (--share-prefix).
     trained_tokens      | tokens   | Tokens of the batch that are trained on.
     parity_mean_abs     | nats     | Mean absolute gap between engine's and trainer's log-prob under one version.
     parity_max_abs      | nats     | Largest absolute gap between engine's and trainer's log-prob under one version.

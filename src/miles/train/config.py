@@ -183,7 +183,8 @@ class TrainConfig:
     )
     log_probs_chunk_size: int | None = option(
         None,
-        "Tokens whose logits are materialised at a time; chosen by the vocabulary size when not given.",
+        "Tokens whose logits are materialised at a time, twice; chosen by the vocabulary size when not given, and on a "
+        "GPU computed once where their gradients fit.",
         unit="TOKENS",
         ge=1,
     )

@@ -483,44 +483,22 @@ def _qk_backward_kernel(
     BLOCKS: tl.constexpr = (HEADS + 2 * KV_HEADS) // TILE_HEADS
     head = tl.program_id(0) % BLOCKS * TILE_HEADS
     program = tl.program_id(0) // BLOCKS
-    if head < HEADS:
+    if head < HEADS + KV_HEADS:
+        grad_ptr, grad_stride = k_ptr, k_stride
+        weight_ptr = k_weight_ptr
+        if head < HEADS:
+            grad_ptr, grad_stride = q_ptr, q_stride
+            weight_ptr = q_weight_ptr
         _rotate_and_norm_back(
-            q_ptr,
+            grad_ptr,
             qkv_ptr,
             rotation_ptr,
-            q_weight_ptr,
+            weight_ptr,
             grad_qkv_ptr,
             partial_sums_ptr,
-            q_stride,
+            grad_stride,
             qkv_stride,
-            0,
-            head,
-            program,
-            tokens,
-            programs,
-            eps,
-            offset,
-            HEADS,
-            KV_HEADS,
-            DIM,
-            ROTARY_DIM,
-            INTERLEAVED,
-            NORM,
-            TILE_TOKENS,
-            TILE_HEADS,
-            BLOCK_HALF,
-        )
-    elif head < HEADS + KV_HEADS:
-        _rotate_and_norm_back(
-            k_ptr,
-            qkv_ptr,
-            rotation_ptr,
-            k_weight_ptr,
-            grad_qkv_ptr,
-            partial_sums_ptr,
-            k_stride,
-            qkv_stride,
-            HEADS,
+            tl.where(head < HEADS, 0, HEADS),
             head,
             program,
             tokens,

@@ -42,7 +42,8 @@ def count_sequences(lengths: Iterable[int]) -> AttentionWork:
     >>> count_sequences([10, 2000, 2000, 2000])
     AttentionWork(tokens=6010, dense_pairs=6000000.0, varlen_pairs=50.0, gathered=0)
     """
-    tokens, dense, varlen = 0, 0.0, 0.0
+    tokens = 0
+    dense = varlen = 0.0
     for length, count in Counter(lengths).items():
         pairs = count * length * length / 2
         is_dense = length >= _DENSE_TOKENS and length * count >= _DENSE_BATCH
