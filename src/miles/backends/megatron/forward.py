@@ -90,9 +90,7 @@ def run_forward_backward(
         for rows in plan
     ]
     steps = _list_steps(batches, tf_config, state)
-    stage = _Stage(
-        tf_config, state, judge, with_grad=with_grad, vocabulary_weights=vocabulary_weights, build_lora=build_lora
-    )
+    stage = _Stage(tf_config, state, judge, vocabulary_weights, build_lora, with_grad=with_grad)
     for chunk in chunks:
         chunk.train(with_grad)
     with torch.set_grad_enabled(with_grad):
@@ -156,10 +154,10 @@ class _Stage:
         tf_config: DecoderTransformerConfig,
         state: ParallelState,
         judge: LossCallback,
-        *,
-        with_grad: bool,
         vocabulary_weights: tuple[Tensor, Tensor] | None,
         build_lora: Callable[[], TrainedHeadLora | None],
+        *,
+        with_grad: bool,
     ) -> None:
         self._vocabulary_weights = vocabulary_weights
         self._build_lora = build_lora
