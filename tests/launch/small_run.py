@@ -143,8 +143,8 @@ def _child(argv: tuple[str, ...], kill_at: str, drawn: bool, said: Path) -> None
     sys.exit(main(argv))
 
 
-def die_in(point: str) -> None:
-    """Make this process kill itself, with no chance to tidy up, in the n-th call of a function."""
+def die_in(point: str, *, group: bool = False) -> None:
+    """Kill this process, or its whole ``group``, with no chance to tidy up, in the n-th call of a function."""
     module, path, number = point.split(":")
     owner = importlib.import_module(module)
     *outer, name = path.split(".")
@@ -157,7 +157,7 @@ def die_in(point: str) -> None:
         nonlocal calls
         calls += 1
         if calls == int(number):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(0 if group else os.getpid(), signal.SIGKILL)
         return whole(*args, **kwargs)
 
     setattr(owner, name, dies)

@@ -149,8 +149,13 @@ class HasAdapters(Protocol):
 class TorchDistModel(Protocol):
     """A model that can be stored in Megatron's distributed checkpoint format; all ranks call at once."""
 
-    def save_torch_dist(self, folder: Path, optimizer: OptimizerProtocol, *, iteration: int) -> bool:
-        """Write the weights, and the state of the optimizer if it is Megatron's; returns whether it is."""
+    def save_torch_dist(
+        self, folder: Path, optimizer: OptimizerProtocol, *, iteration: int, background: bool = False
+    ) -> tuple[bool, Callable[[], None] | None]:
+        """Write the weights, and the state of the optimizer if it is Megatron's; returns whether it is.
+
+        In the ``background`` they are only copied: a thread of every rank calls the second value, which writes them.
+        """
         ...
 
     def load_torch_dist(self, folder: Path, optimizer: OptimizerProtocol) -> None:

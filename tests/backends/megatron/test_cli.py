@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -32,12 +33,18 @@ def train(inputs: Path, run: Path, *more: str) -> list[float]:
 
 def run_miles(*words: str) -> None:
     """The command line in a process in which Megatron runs on the CPU."""
+    done = start_miles(*words)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def start_miles(*words: str, kill_at: str = "") -> subprocess.CompletedProcess[str]:
+    """The same to its end, which may be that a rank calls a function for the n-th time, as in ``small_run.miles``."""
     here = Path(__file__).parent / "cpu"
     paths = os.pathsep.join([str(here), str(ROOT), os.environ.get("PYTHONPATH", "")])
     line = [sys.executable, "-W", "ignore", "-m", "miles.launch.main", *words]
     env = os.environ | {"PYTHONPATH": paths, "MILES_TEST_MEGATRON": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    env |= {"MILES_TEST_KILL": kill_at}
+    return subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, start_new_session=True)
 
 
 @pytest.mark.parametrize("more", [(), ("--megatron-use-distributed-optimizer",)], ids=["ours", "megatrons"])
@@ -197,6 +204,28 @@ def test_a_run_resumes_from_megatrons_checkpoints_in_another_layout(tmp_path: Pa
     run_miles("convert", str(run), str(tmp_path / "hf"), "--format", "float32")
     one, two = _weights(tmp_path / "whole" / "checkpoints/step-000003"), _weights(tmp_path / "hf")
     assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
+
+
+def test_a_run_killed_while_it_writes_in_the_background_resumes_from_the_checkpoint_before(tmp_path: Path):
+    inputs = write_inputs(tmp_path / "inputs")
+    how = ("--train-backend", "megatron", "--megatron-use-distributed-optimizer", "--actor-num-gpus-per-node", "2")
+    how += ("--save-interval", "1", "--ckpt-format", "torch_dist", "--async-save")
+    wanted = train(inputs, tmp_path / "whole", *how)
+    run, write = tmp_path / "run", "miles.backends.megatron.checkpoint:InProcessSaveStrategy._write"
+    killed = start_miles("train", *flags(inputs, run, *how, steps=3), kill_at=f"{write}:2")
+    assert killed.returncode == -signal.SIGKILL
+    assert [p.name for p in (run / "checkpoints").glob("step-*")] == ["step-000001"]
+    assert train(inputs, run, *how) == wanted
+    ends = (load_torch_dist(folder / "checkpoints/step-000003", tmp_path) for folder in (tmp_path / "whole", run))
+    one, two = ends
+    assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+
+
+def load_torch_dist(folder: Path, out: Path) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint, by their Hugging Face names."""
+    converted = out / f"converted-{folder.parts[-3]}"
+    run_miles("convert", str(folder), str(converted), "--format", "float32")
+    return _weights(converted)
 
 
 def test_mtp_layers_of_a_run_on_megatron_are_those_of_the_run_on_fsdp(tmp_path: Path):

@@ -65,6 +65,25 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
 
 
 @pytest.mark.parametrize(
+    ("kind", "made", "flags", "dtype"),
+    [
+        ("qwen3", {"pipeline": 2}, DISTRIBUTED_OPTIMIZER, torch.bfloat16),
+        ("qwen3_moe", {"shard": 2, "expert": 2}, DISTRIBUTED_OPTIMIZER, torch.float32),
+        ("qwen3_next", {"tensor": 2, "sequence": True}, (), torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_what_is_written_in_the_background_is_the_state_of_the_save(
+    tmp_path: Path, kind: str, made: dict[str, Any], flags: tuple[str, ...], dtype: torch.dtype
+):
+    folder, batches, where = cases.written(tmp_path / "model", kind), batches_of(kind), layout(made)
+    (out := tmp_path / "checkpoint").mkdir()
+    wanted = ranks(where.world, train_and_save, folder, where, flags, batches, out, dtype, True)[0]
+    found = ranks(where.world, load_and_train, folder, where, flags, batches, out, dtype)[0]
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(
     ("kind", "made", "read", "flags"),
     [
         ("qwen3", {"pipeline": 2}, {"tensor": 2, "sequence": True}, DISTRIBUTED_OPTIMIZER),

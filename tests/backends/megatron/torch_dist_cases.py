@@ -1,23 +1,32 @@
 """Functions that test ranks run on Megatron's distributed checkpoints."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tests.backends.megatron.cases import trainer_of
 from tests.train.small_trainer import EPS, worker
 
 from miles.cluster.parallel_dims import ParallelDims
+from miles.core.markers import list_missing_ranks
 from miles.core.types import Batch, Sample
 from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.families import spec_from_config
 from miles.train.policy_trainer import PolicyTrainer
 
 
-def build_trainer(model: Any, dp_group: Any) -> PolicyTrainer:
+def build_trainer(model: Any, dp_group: Any, **more: Any) -> PolicyTrainer:
     """A trainer that saves Megatron's distributed checkpoints."""
-    how = {"max_tokens_per_gpu": 16, "adam_eps": EPS, "lr": 1e-2, "weight_decay": 0.5, "ckpt_format": "torch_dist"}
+    how = more | {
+        "max_tokens_per_gpu": 16,
+        "adam_eps": EPS,
+        "lr": 1e-2,
+        "weight_decay": 0.5,
+        "ckpt_format": "torch_dist",
+    }
     return worker(model, train=how, temperature=0.9, dp_group=dp_group)
 
 
@@ -30,9 +39,13 @@ def train_and_save(
     batches: tuple[tuple[Sample, ...], ...],
     out: Path,
     dtype: torch.dtype = torch.float32,
+    background: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Make a step, save it to ``out``, and make the others; returns the whole weights."""
-    return _train(folder, layout, flags, batches, out, dtype, resume=False)
+    """Make a step, save it to ``out``, and make the others; returns the whole weights.
+
+    In the ``background`` files are written when the other steps have been made.
+    """
+    return _train(folder, layout, flags, batches, out, dtype, resume=False, background=background)
 
 
 def load_and_train(
@@ -58,17 +71,25 @@ def _train(
     dtype: torch.dtype,
     *,
     resume: bool,
+    background: bool = False,
 ) -> dict[str, torch.Tensor]:
     from tests.backends.megatron.shim import on_cpu
 
     with on_cpu():
+        from miles.backends.megatron.checkpoint import InProcessSaveStrategy
         from miles.backends.megatron.model import load_megatron_model
         from miles.backends.megatron.parallel_state import destroy_parallel_state
 
         config = read_config(folder)
         model = load_megatron_model(folder, spec_from_config(config), layout, dtype=dtype, flags=flags, config=config)
         try:
-            trainer = build_trainer(model, model.dp_group)
+            trainer, trained = build_trainer(model, model.dp_group, async_save=background), threading.Event()
+            write = InProcessSaveStrategy._write
+
+            def write_late(self: InProcessSaveStrategy, state: dict[str, Any], home: Path) -> None:
+                assert trained.wait(timeout=300)
+                write(self, state, home)
+
             if resume:
                 asyncio.run(trainer.load(out))
                 assert trainer.version.number == 1
@@ -77,8 +98,17 @@ def _train(
                     continue
                 asyncio.run(trainer.step(Batch(step=number, samples=samples, num_groups=1)))
                 if number == 0:
-                    asyncio.run(trainer.save(out))
-                    model.barrier()
+                    with patch.object(InProcessSaveStrategy, "_write", write_late if background else write):
+                        asyncio.run(trainer.save(out))
+                    if not background:
+                        model.barrier()
+            if background:
+                assert set(list_missing_ranks(out)) == set(range(layout.world)), "a rank says that it has written"
+                model.barrier()
+                trained.set()
+                trainer._saver.wait()
+                model.barrier()
+                assert not list_missing_ranks(out)
             return {name: model.gather(name, p.detach()).clone() for name, p in model.parameters().items()}
         finally:
             destroy_parallel_state()

@@ -158,7 +158,6 @@ def test_a_trainer_spans_no_more_devices_than_there_are(monkeypatch: pytest.Monk
     ("line", "sentence"),
     [
         ("", "--ckpt-format torch_dist needs --train-backend megatron"),
-        ("--train-backend megatron --async-save", "--ckpt-format torch_dist does not support --async-save"),
         ("--train-backend megatron --lora-rank 4", "--ckpt-format torch_dist does not support --lora-rank"),
     ],
 )

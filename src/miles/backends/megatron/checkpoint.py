@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import pickle
 from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
@@ -39,25 +44,55 @@ _OPTIMIZER, _PROGRESS = "optimizer", "miles"
 class InProcessSaveStrategy(TorchDistSaveShardedStrategy):
     """Megatron's torch_dist format, written by torch in the calling process.
 
-    Megatron's own strategy forks writers, which the ranks of a run, being daemon processes, may not.
+    Megatron's own strategy forks writers, which the ranks of a run, being daemon processes, may not. With a ``group``
+    that nothing else uses tensors are only copied to the host: ``write`` then writes them, in any thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         super().__init__("torch_dist", 1)
+        self._device, self._group = device, group
+        self.write: Callable[[], None] | None = None
 
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        if self._group is not None:
+            _copy_to_host(flat)
+        state = mcore_to_pyt_state_dict(flat, False)
+        if self._group is None:
+            self._write(state, Path(checkpoint_dir))
+        else:
+            self.write = partial(self._write, state, Path(checkpoint_dir))
+
+    def _write(self, state: dict[str, Any], folder: Path) -> None:
+        if self._device.type == "cuda":  # torch's writer takes the current GPU of its thread
+            torch.cuda.set_device(self._device)
         save_state_dict(
-            mcore_to_pyt_state_dict(flat, False),
-            storage_writer=FileSystemWriter(checkpoint_dir),
+            state,
+            storage_writer=FileSystemWriter(folder),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=self._group,
         )
 
 
-def save(model: MegatronModel, folder: Path, optimizer: OptimizerProtocol | None = None, *, iteration: int = 0) -> None:
+def _copy_to_host(flat: Mapping[str, Sequence[ShardedBase]]) -> None:
+    """Replace the tensors of a state by copies in host memory, which training does not change."""
+    for sharded in (each for parts in flat.values() for each in parts):
+        if isinstance(sharded, ShardedTensor) and sharded.data is not None:
+            sharded.data = sharded.data.detach().to("cpu", copy=True)
+
+
+def save(
+    model: MegatronModel,
+    folder: Path,
+    optimizer: OptimizerProtocol | None = None,
+    *,
+    iteration: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> Callable[[], None] | None:
     """Write ``folder``; all ranks call, and all write. An ``optimizer`` must be a MegatronOptimizer.
 
-    ``iteration`` is the number that Megatron's tools read from the checkpoint.
+    ``iteration`` is the number that Megatron's tools read from the checkpoint. With a ``group`` of all ranks over gloo
+    tensors are copied, and what is returned writes them: a thread of every rank calls it, one checkpoint at a time.
     """
     megatron_optimizer = _as_megatron_optimizer(optimizer)
     if model.dp_group.is_lead:
@@ -69,11 +104,13 @@ def save(model: MegatronModel, folder: Path, optimizer: OptimizerProtocol | None
         megatron_optimizer.init_state()
         state[_OPTIMIZER] = megatron_optimizer.inner.sharded_state_dict(_names_source(state), metadata=_metadata(model))
         state[_PROGRESS] = {"updates": megatron_optimizer.updates, "steps": megatron_optimizer.steps}
+    strategy = InProcessSaveStrategy(model.device, group)
     try:
-        dist_checkpointing.save(state, str(folder), InProcessSaveStrategy())
+        dist_checkpointing.save(state, str(folder), strategy)
     except (CheckpointingException, CheckpointException) as error:
         raise CheckpointError(f"Megatron could not write {folder}: {_first_line(error)}") from error
     model.barrier()
+    return strategy.write
 
 
 def load(model: MegatronModel, folder: Path, optimizer: OptimizerProtocol | None = None) -> None:

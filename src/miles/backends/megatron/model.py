@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
+from torch import distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from miles.backends.megatron import checkpoint, patches
@@ -157,6 +158,7 @@ class MegatronModel:
         self._adapter_hooks: list[RemovableHandle] = []
         self._beside = False
         self._expert_load_LE: Tensor | None = None
+        self._save_group: Any = None
         self._chunks = _build_chunks(tf_config, state)
         self.scalar_head = dict(scalar_head or {})
         for chunk in self._chunks:
@@ -440,11 +442,17 @@ class MegatronModel:
             return
         self.load_decoder(folder, spec_from_config(read_config(folder)), stored_tensors(folder))
 
-    def save_torch_dist(self, folder: Path, optimizer: OptimizerProtocol, *, iteration: int) -> bool:
+    def save_torch_dist(
+        self, folder: Path, optimizer: OptimizerProtocol, *, iteration: int, background: bool = False
+    ) -> tuple[bool, Callable[[], None] | None]:
         """Write Megatron's distributed checkpoint; the optimizer's state is in it if it is Megatron's."""
         is_megatrons = isinstance(optimizer, MegatronOptimizer)
-        checkpoint.save(self, folder, optimizer if is_megatrons else None, iteration=iteration)
-        return is_megatrons
+        if background and self._save_group is None:
+            # Collectives of a thread must not meet those of training.
+            self._save_group = dist.new_group(backend="gloo")
+        group = self._save_group if background else None
+        stored = optimizer if is_megatrons else None
+        return is_megatrons, checkpoint.save(self, folder, stored, iteration=iteration, group=group)
 
     def load_torch_dist(self, folder: Path, optimizer: OptimizerProtocol) -> None:
         """Load weights and Megatron's optimizer from its distributed checkpoint, of any layout."""

@@ -60,7 +60,7 @@ class CheckpointSaver:
 
     With ``background`` files are written while training continues, from a copy in host memory of the size of this
     rank's files. With ``verify`` files are read back and compared. With ``torch_dist`` weights are written in
-    Megatron's distributed format, while training waits.
+    Megatron's distributed format.
     """
 
     def __init__(self, *, background: bool = False, verify: bool = True, torch_dist: bool = False) -> None:
@@ -107,10 +107,13 @@ def save(
     If a rank cannot write, the lead raises the error, or reports it by its marker in the background.
     """
     saver = saver or CheckpointSaver()
-    stores_optimizer = False
+    stores_optimizer, write_torch_dist = False, None
     if saver.torch_dist:
         assert isinstance(model, TorchDistModel), "a rule requires a model of Megatron"
-        stores_optimizer = model.save_torch_dist(folder, optimizer, iteration=version.number)
+        saver.wait()
+        stores_optimizer, write_torch_dist = model.save_torch_dist(
+            folder, optimizer, iteration=version.number, background=saver.background
+        )
     rank, ranks = _get_rank(dp_group)
     if dp_group.is_lead:
         markers.announce_ranks(folder, ranks)
@@ -127,6 +130,8 @@ def save(
     if saver.torch_dist:
         trainer_state |= {"format": _TORCH_DIST, "optimizer": "torch_dist" if stores_optimizer else "safetensors"}
     writer = saver.start_writer(folder, model.device)
+    if write_torch_dist is not None:
+        writer.run("Megatron's files", write_torch_dist)
     try:
         for part in parts:
             _write_part(writer, part, rank)

@@ -55,6 +55,15 @@ class ShardWriter:
 
     # -- called by the saving thread ----------------------------------------------------------
 
+    def run(self, name: str, write: Callable[[], None]) -> None:
+        """Let the thread call ``write``, which writes files of its own, called ``name`` if it fails."""
+
+        def job() -> None:
+            self._name = name
+            write()
+
+        self._jobs.put((job, None))
+
     def begin(self, name: str, tensors: Iterable[TensorHeader]) -> None:
         """Start the file ``name`` with the header of ``tensors``."""
         header = encode_header(tensors)

@@ -9,3 +9,7 @@ if os.environ.get("MILES_TEST_MEGATRON") and any(word in " ".join(sys.orig_argv)
 
     _held = on_cpu()
     _held.__enter__()
+    if os.environ.get("MILES_TEST_KILL") and "spawn_main" in " ".join(sys.orig_argv):
+        from tests.launch.small_run import die_in
+
+        die_in(os.environ["MILES_TEST_KILL"], group=True)
