@@ -68,7 +68,7 @@ def _hold(case: HeldCase) -> tuple[int, int, int]:
     optimizer = build_optimizer(trained, train, build_lr_schedule(train, updates=1), model=model)
     if case.role == "critic":
         for rows in plan:
-            model.values(rows.tokens_T, rows.positions_T, rows.lengths, rows.before_R).square().sum().backward()
+            model.forward_backward_values([rows], lambda _, value_R: (value_R.square().sum(), {}))
     else:
         losses(model, plan)
     model.finalize_grads()

@@ -71,8 +71,5 @@ def critic_values(rank: int, world: int, folder: str, layout: ParallelDims) -> l
     critic = FsdpCritic(load_fsdp_model(Path(folder), spec, mesh, dtype=torch.float32))
     with torch.no_grad():
         critic.parameters()["value_head.weight"].fill_(0.1)
-        values = [
-            critic.values(rows.tokens_T, rows.positions_T, rows.lengths, rows.before_R, rows.images)
-            for rows in plan_of(share=False)
-        ]
-    return [each.numpy() for each in values]
+        kept = critic.forward_backward_values(plan_of(share=False), lambda _, value_R: (None, {"value": value_R}))
+    return [each["value"].numpy() for each in kept]
