@@ -29,17 +29,21 @@ from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlaSpec, Mo
 # Order of the parts of Megatron's layer, and of the parameters of its own modules; names behind ``layers.N.``, of a
 # prefix all by the order below it. A part of the decoder's module has its parameters one after the other.
 _PART_ORDER = (
-    *(
-        "output_scale",
-        "attention_norm",
-        "mixer",
-        "attention_conv",
-        "attention_post_norm",
-        "mlp_norm",
-        "ffn",
-        "mlp_conv",
-    ),
-    *("mlp_post_norm", "ngram", "altup", "laurel", "attention_hyper", "mlp_hyper", "per_layer"),
+    "output_scale",
+    "attention_norm",
+    "mixer",
+    "attention_conv",
+    "attention_post_norm",
+    "mlp_norm",
+    "ffn",
+    "mlp_conv",
+    "mlp_post_norm",
+    "ngram",
+    "altup",
+    "laurel",
+    "attention_hyper",
+    "mlp_hyper",
+    "per_layer",
 )
 _LAYER_ORDER = (
     "attention_norm",
@@ -72,8 +76,18 @@ _DECODER_ORDER = {
     "relative": ("profiles", "qkv.", "relative.", "kv_conv.", "q_norm.", "k_norm.", "output."),
     "mla": ("q.", "q_a.", "q_a_norm.", "q_b.", "kv_a.", "kv_a_norm.", "kv_b.", "output.", "indexer."),
     "compressed": (
-        *("sinks", "q_a.", "q_a_norm.", "q_b.", "kv.", "kv_norm.", "output_groups.", "output."),
-        *("compressor.position_bias", "compressor.kv_gate.", "compressor.norm.", "indexer."),
+        "sinks",
+        "q_a.",
+        "q_a_norm.",
+        "q_b.",
+        "kv.",
+        "kv_norm.",
+        "output_groups.",
+        "output.",
+        "compressor.position_bias",
+        "compressor.kv_gate.",
+        "compressor.norm.",
+        "indexer.",
     ),
     "delta": ("conv", "dt_bias", "A_log", "qkvz.", "ba.", "norm.", "output."),
     "kda": ("conv", "dt_bias", "A_log", "qkv.", "f_a.", "f_b.", "b.", "g_a.", "g_b.", "norm.", "output."),
@@ -81,13 +95,39 @@ _DECODER_ORDER = {
     "short_conv": ("conv", "conv_bias", "input.", "output."),
     "mlp": ("scale", "gate_up.", "up.", "down."),
     "moe": (
-        *("correction", "expert_table", "gate_up", "up", "down", "gate_up_bias", "down_bias", "router_scale"),
-        *("expert_scale", "router.", "into.", "outof.", "shared_experts.factor", "shared_experts.gate_up"),
-        *("shared_experts.down", "shared.gate_up.", "shared.up.", "shared.down.", "shared_gate.", "expert_norm."),
-        *("expert_post_norm.", "shared_post_norm."),
+        "correction",
+        "expert_table",
+        "gate_up",
+        "up",
+        "down",
+        "gate_up_bias",
+        "down_bias",
+        "router_scale",
+        "expert_scale",
+        "router.",
+        "into.",
+        "outof.",
+        "shared_experts.factor",
+        "shared_experts.gate_up",
+        "shared_experts.down",
+        "shared.gate_up.",
+        "shared.up.",
+        "shared.down.",
+        "shared_gate.",
+        "expert_norm.",
+        "expert_post_norm.",
+        "shared_post_norm.",
     ),
     "ngram": (
-        *("multipliers", "sizes", "offsets", "conv", "table.", "key.", "value.", "key_norm.", "query_norm."),
+        "multipliers",
+        "sizes",
+        "offsets",
+        "conv",
+        "table.",
+        "key.",
+        "value.",
+        "key_norm.",
+        "query_norm.",
         "conv_norm.",
     ),
     "altup": ("output_scale", "prediction.", "correction.", "router.", "router_norm."),
@@ -275,7 +315,7 @@ def list_stage_params(
         if first:
             found += [_EMBEDDING_NORM] if spec.embedding_norm else []
             found += [name for name in params if is_vision_param(name)]
-        streams = (*(_FIRST_STREAMS if first else ()), *(_LAST_STREAMS if last else ()))
+        streams = (_FIRST_STREAMS if first else ()) + (_LAST_STREAMS if last else ())
         found += sorted((name for name in params if name.startswith(streams)), key=_order_streams) if streams else []
         out.append([params[name] for name in found])
     return out

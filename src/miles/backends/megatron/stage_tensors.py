@@ -26,7 +26,7 @@ from miles.models.spec import AttentionSpec, DecoderSpec, IndexerSpec, MlaSpec
 
 
 @dataclass(frozen=True, slots=True)
-class StageNeeds:
+class StageInputs:
     """Layers in front of a stage whose ``keys`` or ``selections`` it or later stages use, and later layers that add
     features of the first stage (``deepstack``).
     """
@@ -36,14 +36,14 @@ class StageNeeds:
     deepstack: tuple[int, ...]
 
 
-def list_needs(spec: DecoderSpec, first: int) -> StageNeeds:
+def list_stage_inputs(spec: DecoderSpec, first: int) -> StageInputs:
     """List what the layers from ``first`` on use of the layers before."""
     later = [layer.mixer for layer in spec.layers[first:]]
     keys = {m.kv_source for m in later if isinstance(m, AttentionSpec) and m.kv_source is not None}
     indexers = [m.indexer for m in later if isinstance(m, MlaSpec) and m.indexer is not None]
     selections = {indexer.source for indexer in indexers if indexer.source is not None}
     count = 0 if spec.vision is None or not first else len(spec.vision.tower.deepstack_layers)
-    return StageNeeds(
+    return StageInputs(
         tuple(sorted(source for source in keys if source < first)),
         tuple(sorted(source for source in selections if source < first)),
         tuple(range(first, count)),
@@ -56,7 +56,7 @@ class StageTensors:
     def __init__(self, config: DecoderTransformerConfig, *, first: int, end: int) -> None:
         spec = config.decoder_spec
         self._width = spec.hidden_size
-        self._got, self._sent = list_needs(spec, first), list_needs(spec, end)
+        self._got, self._sent = list_stage_inputs(spec, first), list_stage_inputs(spec, end)
         self._layers = rank_spec(config).layers
         # Another stage of this rank may have made the selections, and select them again in backward.
         self._keeps_selections = config.virtual_pipeline_model_parallel_size is not None
