@@ -186,6 +186,7 @@ def fake_gpu(target: Target) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (*replacements, *((torch.cuda, name, value) for name, value in cuda.items())):
             stack.enter_context(mock.patch.object(owner, name, value, create=owner is Tensor))
-        driver.set_active(FakeDriver(target))
+        fake: Any = FakeDriver(target)
+        driver.set_active(fake)
         stack.enter_context(mode)
         yield

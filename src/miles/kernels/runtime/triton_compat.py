@@ -6,6 +6,7 @@ not installed; nothing decorated with ``jit`` is called there.
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -154,4 +155,5 @@ def watch_compilation(add: Callable[[str, float], None]) -> None:
         add("kernel_seconds", times.total / 1e6)
         add(f"compile/{metadata['name']}", times.total / 1e6)
 
-    triton.knobs.compilation.listener = listen
+    knobs: Any = importlib.import_module("triton.knobs")
+    knobs.compilation.listener = listen

@@ -29,6 +29,7 @@ class ParallelCompiler:
         """Compile instead of launching from now on, in this process."""
         from triton.runtime.jit import JITFunction
 
+        kernels: Any = JITFunction
         launch: Any = JITFunction.run
 
         def run(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -42,8 +43,8 @@ class ParallelCompiler:
             self._fork(lambda: self._compile(source, options))
             return source
 
-        JITFunction.run = run
-        JITFunction._do_compile = compile_kernel
+        kernels.run = run
+        kernels._do_compile = compile_kernel
 
     def link_driver(self) -> None:
         """Compile and link the module with which Triton calls the driver."""

@@ -243,15 +243,14 @@ class NativeEngine:
         )
 
     def _build_scheduler(self, config: NativeConfig, running_batch: RunningBatch, decode: DecodeFn | None) -> Scheduler:
+        delay = resolve_prefill_delay(
+            config, uses_cuda_graphs=self._runner.uses_cuda_graphs, captures_prefill=self._runner.captures_prefill
+        )
         return Scheduler(
             running_batch,
             prefill_chunk=resolve_prefill_chunk(self.spec, config, self._platform),
             decode=decode,
-            prefill_delay=resolve_prefill_delay(
-                config,
-                uses_cuda_graphs=self._runner.uses_cuda_graphs,
-                captures_prefill=self._runner.captures_prefill,
-            ),
+            prefill_delay=delay,
             speculation=self._speculation,
             num_draft_states=config.count_draft_states(True) if self.spec.recurrent else None,
         )
