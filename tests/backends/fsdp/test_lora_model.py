@@ -2,21 +2,29 @@
 
 import asyncio
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.backends.megatron import cases
+from tests.backends.megatron.vision_cases import image_samples
+from tests.models.vision.small_vision import vision_model
 from tests.train.small_trainer import DENSE, MOE, distance, model, ragged, step, weights, worker
 
+from miles.backends.fsdp.local_model import LocalModel
 from miles.backends.fsdp.lora_model import LoraModel, LoraReference, UnmergedLoraModel
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.engine import NativeEngine
 from miles.cluster.executor import InlineExecutor
 from miles.core.errors import CheckpointError
 from miles.models.checkpoint import hf
+from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.families import spec_from_config
 from miles.models.lora.targets import LoraSpec, select_targets
 from miles.sync.publish import Publication
+from miles.train.dp_group import SINGLE_RANK
 
 
 def adapted(base, config=DENSE, *, seed=0, dtype=torch.float32, rank=2, start=None, wanted=None, lora=None, **how):
@@ -292,3 +300,19 @@ def test_settling_gives_factors_that_were_not_reached_a_gradient_of_zero(tmp_pat
     grads = {name: p.grad for name, p in actor.adapters().parameters.items() if p.grad is not None}
     assert grads.keys() == actor.adapters().parameters.keys() and not any(bool(grad.any()) for grad in grads.values())
     assert float(actor.norm(grads)) == 0.0
+
+
+def test_adapters_of_a_tower_alone_pass_over_micro_batches_without_images(tmp_path: Path):
+    vision_model("qwen2_5_vl").save_pretrained(folder := tmp_path / "model")
+
+    def step(**train: Any) -> dict[str, Any]:
+        decoder = hf.load(folder, device="cpu", dtype=torch.float32)
+        lora = cases.lora_of(decoder.spec, "vision")
+        model = cases.adapted(LocalModel(decoder, config=read_config(folder), frozen=True), folder, lora)
+        return cases.stepped(model, image_samples("qwen2_5_vl", "turns"), SINGLE_RANK, {}, **train)
+
+    whole, single = step(max_tokens_per_gpu=4096), step(micro_batch_size=1)
+    assert whole["grads"].keys() == single["grads"].keys()
+    assert any(grad.any() for grad in whole["grads"].values())
+    for name, grad in whole["grads"].items():
+        torch.testing.assert_close(single["grads"][name], grad, rtol=1e-4, atol=1e-5)

@@ -42,6 +42,7 @@ BUILDERS = {
     "build_meta_draft": "build_meta_draft",
     "build_tp_decoder": "build_tp_decoder",
     "build_transformer_config": "build_transformer_config",
+    "estimate_rank_activations": "estimate_rank_activations",
     "init_eagle": "init_eagle",
     "init_random": "hf.init_random",
     "load": "hf.load",

@@ -165,7 +165,8 @@ class LocalModel(_Unsharded):
         kept: list[KeptTensors] = []
         for number, rows in enumerate(plan):
             loss, found = judge(number, self._output(rows))
-            if loss is not None:
+            # Adapters of a vision tower alone have no gradient from a micro-batch without images.
+            if loss is not None and loss.requires_grad:
                 loss.backward()
             kept.append(found)
         return kept

@@ -35,8 +35,12 @@ from miles.models.residual_spec import GatedResidualSpec, HyperConnectionSpec
 from miles.models.spec import AttentionSpec, DecoderSpec
 
 
+def _place(config: DecoderTransformerConfig) -> dict[str, Any]:
+    return {"device": config.param_device, "dtype": config.params_dtype}
+
+
 def _factory(config: DecoderTransformerConfig) -> dict[str, Any]:
-    return {"device": config.param_device, "dtype": config.params_dtype, "numerics": config.numerics}
+    return {**_place(config), "numerics": config.numerics}
 
 
 def _norm_options(config: DecoderTransformerConfig) -> dict[str, Any]:
@@ -79,7 +83,7 @@ class ResidualState(nn.Module):
         if last and isinstance(spec.hyper, GatedResidualSpec):
             self.hyper_head = GatedResidualHead(spec.hyper, spec, **factory)
         elif last and isinstance(spec.hyper, HyperConnectionSpec) and spec.hyper.learned_join:
-            self.hyper_head = HyperHead(spec.hyper, spec, **factory)
+            self.hyper_head = HyperHead(spec.hyper, spec, **_place(config), numerics=config.numerics)
 
     def begin(
         self, tokens_s: Tensor, x_s1D: Tensor, placeholder_I: Tensor | None = None
@@ -182,7 +186,7 @@ class HyperStep(nn.Module):
         self.attention_hyper, self.mlp_hyper = (
             GatedResidual(hyper, spec, **factory)
             if isinstance(hyper, GatedResidualSpec)
-            else HyperConnection(hyper, spec, **factory)
+            else HyperConnection(hyper, spec, **_place(config), numerics=config.numerics)
             for _ in range(2)
         )
 
