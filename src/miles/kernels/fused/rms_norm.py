@@ -5,11 +5,8 @@ Shapes: T tokens, D features.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from miles.kernels.batch_invariant import rms_norm as invariant
@@ -26,8 +23,6 @@ from miles.kernels.runtime.triton_compat import (
     use_triton_training,
 )
 
-_WIDE = (torch.float32, torch.float64)
-
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0, numerics: Numerics) -> Tensor:
     """RMSNorm over the last dimension, with ``offset`` added to the weight."""
@@ -38,41 +33,10 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, offset: float = 0.0,
     if use_triton_training(x_TD):
         return rms_norm_training(x_TD, weight_D, eps, offset=offset)
     if not offset:
-        return rms_norm_torch(x_TD, weight_D, eps)
+        return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     scale_D = weight_D.to(torch.promote_types(weight_D.dtype, torch.float32)) + offset
     return F.rms_norm(x_TD.to(wide), weight_D.shape, scale_D, eps).to(x_TD.dtype)
-
-
-def rms_norm_torch(x_Tx: Tensor, weight_x: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension by torch, times a weight of one or more of the last dimensions."""
-    is_differentiated = torch.is_grad_enabled() and (x_Tx.requires_grad or weight_x.requires_grad)
-    if is_differentiated and x_Tx.device.type == "cpu" and x_Tx.dtype == weight_x.dtype and x_Tx.dtype in _WIDE:
-        return _RmsNormFunction.apply(x_Tx, weight_x, eps)  # pyright: ignore[reportReturnType]
-    if weight_x.dim() == 1:
-        return F.rms_norm(x_Tx, weight_x.shape, weight_x, eps)
-    return F.rms_norm(x_Tx, weight_x.shape[-1:], None, eps) * weight_x
-
-
-class _RmsNormFunction(torch.autograd.Function):
-    """Torch's RMSNorm, which on a CPU is six operations, with a backward of half the passes over memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x_Tx: Tensor, weight_x: Tensor, eps: float) -> Tensor:
-        scale_T1 = x_Tx.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        normed_Tx = x_Tx * scale_T1
-        ctx.save_for_backward(normed_Tx, scale_T1, weight_x)
-        return normed_Tx * weight_x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_Tx: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        normed_Tx, scale_T1, weight_x = ctx.saved_tensors
-        product_Tx = grad_Tx * normed_Tx
-        grad_x = product_Tx.flatten(0, -weight_x.dim() - 1).sum(0)
-        mean_T1 = product_Tx.mul_(weight_x).mean(-1, keepdim=True)
-        grad_Tx = torch.addcmul(grad_Tx * weight_x, normed_Tx, mean_T1, value=-1).mul_(scale_T1)
-        return grad_Tx, grad_x, None
 
 
 def add_rms_norm(

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from miles.kernels.attention.gpu_backend import TritonAttentionBackend
 from miles.kernels.batch_invariant import qk_norm_rope as invariant_qk
 from miles.kernels.batch_invariant.activation import sigmoid
 from miles.kernels.fused.qk_norm_rope import QKNormRopeParams, QKVShape
 from miles.kernels.fused.qk_norm_rope_autograd import qk_norm_rope_training
-from miles.kernels.fused.rms_norm import rms_norm_torch
 from miles.kernels.numerics import Numerics
 from miles.kernels.runtime.triton_compat import use_triton, use_triton_training
 from miles.models.layers.attention_backend import AttentionBackend, AttentionInputs, AttentionParams
@@ -233,7 +233,7 @@ class Attention(nn.Module):
         # Queries and keys in one pass: for small models the number of kernel launches dominates.
         scale_Nd = torch.cat((self.q_norm.scale().expand(num_q, -1), self.k_norm.scale().expand(num_k, -1)))
         wide_TNd = qk_TNd.to(torch.promote_types(qk_TNd.dtype, scale_Nd.dtype))
-        return rms_norm_torch(wide_TNd, scale_Nd, self.eps).to(qk_TNd.dtype)
+        return (F.rms_norm(wide_TNd, self.q_norm.shape, None, self.eps) * scale_Nd).to(qk_TNd.dtype)
 
 
 def _wide_input(x_TD: Tensor | QuantizedActivation) -> Tensor:
