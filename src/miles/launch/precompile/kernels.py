@@ -162,7 +162,7 @@ def compile_run(config: Config, on_ready: Callable[[], object]) -> bool:
     with fake_gpu(target):
         steps = RunSteps(config)
         engines: list[tuple[ModelRunner, CudaGraphRunner]] = []
-        if not _attempt(lambda: engines.append(steps.build_engine())):
+        if not _launch_step(lambda: engines.append(steps.build_engine())):
             return False
         runner, graphs = engines[-1]
         keys = graphs.list_keys()
@@ -180,17 +180,17 @@ def compile_run(config: Config, on_ready: Callable[[], object]) -> bool:
             lambda: steps.launch_prefill(runner, decodes=2),
             lambda: _launch_graphs(graphs, rest),
         )
-        worked = [_attempt(step) for step in first]
+        worked = [_launch_step(step) for step in first]
         rollout = set(compiler.children)
-        worked.append(_attempt(others[0]))
+        worked.append(_launch_step(others[0]))
         compiler.wait(rollout)
         on_ready()
-        worked += [_attempt(step) for step in others[1:]]
+        worked += [_launch_step(step) for step in others[1:]]
         compiler.wait()
     return all(worked) and not compiler.failed
 
 
-def _attempt(step: Callable[[], object]) -> bool:
+def _launch_step(step: Callable[[], object]) -> bool:
     """Run a step, if need be with SymPy; what it cannot launch is compiled by the run itself."""
     for sizes in (True, False):
         try:
