@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -249,6 +249,8 @@ def cases() -> list[Callable[[], Decode | Prefill]]:
     mla: dict[str, Any] = {"groups": 1, "width": 576, "values": 512, "latent": True}
     return [
         lambda: Decode("256 rows of 200-1900, 8 x 2 heads of 128", lengths),
+        *(partial(Decode, f"256 rows of {n}, 8 x 2 heads of 128", np.full(256, n)) for n in (1, 64, 128, 256)),
+        lambda: Decode("8 rows of 8000, 8 x 2 heads of 128", np.full(8, 8000)),
         lambda: Decode("256 rows of 200-1900, 8 x 4 heads of 128", lengths, share=4),
         lambda: Decode("256 rows of 200-1900, 8 x 1 heads of 64", lengths, share=1, width=64),
         lambda: Decode("32 x 8 rows, 1024 shared + 512, tiles of 16", samples, **family, prefix_queries=16),
