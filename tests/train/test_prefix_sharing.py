@@ -17,7 +17,7 @@ from miles.algo.loss_aggregation import mean_per_token
 from miles.backends.fsdp.local_model import LocalModel
 from miles.core.errors import UsageError
 from miles.kernels.numerics import FAST
-from miles.models.accounting.prefix_sharing import PrefixCost
+from miles.models.accounting.prefix_sharing import PrefixCost, count_sequences
 from miles.models.checkpoint import hf
 from miles.models.families import spec_from_config
 from miles.train.batch_tensors import (
@@ -28,6 +28,8 @@ from miles.train.batch_tensors import (
     pack_micro_batch,
     select_samples,
 )
+from miles.train.config import TrainConfig
+from miles.train.grad_accumulation import build_micro_batches
 from miles.train.prefix_sharing import (
     TokenPath,
     TreeNode,
@@ -232,6 +234,16 @@ def test_an_estimate_decides_where_the_option_leaves_it_open(pays, monkeypatch):
     # Prompts of 9, 12 and 15 tokens with four replies each, whose last token predicts nothing.
     assert plain.tokens - shared.tokens == 3 * (9 + 12 + 15)
     assert plain.varlen_pairs > shared.varlen_pairs and shared.gathered > shared.tokens
+
+
+def test_the_estimate_is_for_each_text_of_a_pair(monkeypatch):
+    """Attention of a pair is that of two texts, not of one as long as both."""
+    seen = []
+    monkeypatch.setattr(PrefixCost, "pays", lambda self, plain, shared: seen.append(plain) or False)
+    flat = flatten_batch([[each] for each in talks(DENSE)], mean_per_token)
+    cost, config = PrefixCost(spec_from_config(DENSE), "float32", FAST), TrainConfig(max_tokens_per_gpu=1000)
+    build_micro_batches(flat, config, device=CPU, replay=False, paired=True, prefix_cost=cost)
+    assert seen == [count_sequences(flat.length_S.tolist())]
 
 
 def test_without_an_estimate_nothing_is_shared():

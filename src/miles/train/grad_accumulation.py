@@ -149,7 +149,7 @@ def build_micro_batches(
         return []
     if config.share_prefix is None and prefix_cost is not None and limit is not None:
         shared = build_units(limit=limit)
-        share = _sharing_pays(prefix_cost, lengths, shared[2])
+        share = _sharing_pays(prefix_cost, flat.length_S[flat.length_S > 0].tolist(), shared[2])
         units, lengths, trees = shared if share else (units, lengths, trees)
     bins = partition_micro_batches(
         lengths,
@@ -228,7 +228,7 @@ def _build_units(
 
 
 def _sharing_pays(cost: PrefixCost, lengths: Sequence[int], trees: Sequence[TreeBuilder]) -> bool:
-    """Return whether the prefix trees are cheaper than the samples by themselves."""
+    """Return whether the prefix trees are cheaper than samples of these lengths, each by itself."""
     if sum(tree.count_tokens() for tree in trees) == sum(lengths):
         return False
     return cost.pays(count_sequences(lengths), count_segments(s for tree in trees for s in tree.list_segments()))

@@ -285,6 +285,18 @@ def test_the_memory_plan_counts_the_pool_of_cuda_graphs():
     assert (count_prefill_graph_tokens(spec), count_prefill_graph_tokens(large)) == (4096, 2048)
 
 
+def test_graphs_of_torch_attention_hold_contexts_and_their_scores():
+    known = find_known_config("DeepSeek-V3.2")
+    assert known is not None
+    spec, line = spec_from_config(known), "--device cuda --dtype bfloat16 --engine-kv-tokens 1000"
+    shares = {share.name: share.bytes for share in estimate_memory(*planned(line), spec)}
+    # By hand: latents of 576 channels and index keys of 128 in bf16 and float32, and three tensors of scores.
+    contexts = 2**18 * (576 + 128) * 6 + 3 * 4 * 2**26
+    assert contexts < shares["CUDA graphs"] < contexts + 4 * 2**30
+    exact = {share.name for share in estimate_memory(*planned(f"{line} --parity exact"), spec)}
+    assert "CUDA graphs" not in exact
+
+
 def test_the_cache_is_sized_by_what_can_run_at_once():
     spec = spec_from_config(read_config("model"))
     for line, tokens in (

@@ -16,7 +16,7 @@ from miles.models.accounting.known_models import find_known_config
 @pytest.fixture(autouse=True)
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     furnish(tmp_path)
-    for name, model in (("recurrent", "Qwen3-Next-80B-A3B"), ("dense", "Qwen3-0.6B")):
+    for name, model in (("recurrent", "Qwen3-Next-80B-A3B"), ("dense", "Qwen3-0.6B"), ("images", "gemma-4-26B-A4B")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(find_known_config(model)))
     monkeypatch.chdir(tmp_path)
@@ -36,6 +36,8 @@ LENGTHS = "--rollout-max-prompt-len 256 --rollout-max-response-len 256 --n-sampl
         ("--device cuda --parity exact", "auto", "decided for each batch"),
         (f"--device cuda --hf-checkpoint dense {LENGTHS}", "auto", "yes for 8 responses of 256 tokens"),
         ("--device cuda --hf-checkpoint recurrent", "off", "the model cannot: its recurrent layers"),
+        ("--device cuda --hf-checkpoint images", "auto", "decided for each batch"),
+        ("--device cuda --hf-checkpoint images --use-rollout-routing-replay", "off", "may differ within an image"),
         ("--device cuda --micro-batch-size 2", "off", "--micro-batch-size counts samples"),
         ("--device cuda --train-backend megatron", "off", "does not share"),
     ],

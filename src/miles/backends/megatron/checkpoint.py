@@ -61,7 +61,14 @@ class InProcessSaveStrategy(TorchDistSaveShardedStrategy):
         if self._group is None:
             self._write(state, Path(checkpoint_dir))
         else:
-            self.write = partial(self._write, state, Path(checkpoint_dir))
+            self.write = partial(self._write_copied, state, Path(checkpoint_dir))
+
+    def _write_copied(self, state: dict[str, Any], folder: Path) -> None:
+        """Write a state that training has left; CheckpointError instead of torch's, which is no Exception."""
+        try:
+            self._write(state, folder)
+        except CheckpointException as error:
+            raise _as_checkpoint_error(folder, error) from error
 
     def _write(self, state: dict[str, Any], folder: Path) -> None:
         if self._device.type == "cuda":  # torch's writer takes the current GPU of its thread
@@ -108,9 +115,13 @@ def save(
     try:
         dist_checkpointing.save(state, str(folder), strategy)
     except (CheckpointingException, CheckpointException) as error:
-        raise CheckpointError(f"Megatron could not write {folder}: {_first_line(error)}") from error
+        raise _as_checkpoint_error(folder, error) from error
     model.barrier()
     return strategy.write
+
+
+def _as_checkpoint_error(folder: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(f"Megatron could not write {folder}: {_first_line(error)}")
 
 
 def load(model: MegatronModel, folder: Path, optimizer: OptimizerProtocol | None = None) -> None:

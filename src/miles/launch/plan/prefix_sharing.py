@@ -54,6 +54,9 @@ def _list_obstacles(config: Config, plan: Plan, spec: DecoderSpec) -> Iterator[s
         yield "the estimate is for GPUs; --share-prefix turns it on"
     if config.train.micro_batch_size is not None and not config.train.use_dynamic_batch_size:
         yield "--micro-batch-size counts samples; --share-prefix turns it on"
+    replays = config.algo.use_routing_replay or config.algo.use_rollout_routing_replay
+    if replays and spec.moe is not None and spec.vision is not None and spec.vision.bidirectional_spans:
+        yield "replayed experts may differ within an image, which cannot be cut; --share-prefix turns it on"
     specs = {"the model": spec}
     folders = {"--ref-load": plan.reference, "--critic-load": plan.critic}
     folders |= {f"the teacher {name}": folder for name, folder in plan.teachers.items()}

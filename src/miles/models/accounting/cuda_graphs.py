@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from miles.kernels.numerics import Numerics
 from miles.models.accounting.activations import layer_bytes
+from miles.models.accounting.kv_cache import PerTokenCache, cache_layout
 from miles.models.accounting.params import BYTES, forward_flops_per_token
 from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.spec import (
@@ -20,6 +22,11 @@ from miles.models.spec import (
 _MAX_PREFILL_TOKENS = 2048
 _SMALL_MODEL_FLOPS = 2e9
 
+MAX_GRAPH_CONTEXT_TOKENS = 1 << 18
+"""The most tokens of all rows together, each padded to the longest, that torch attends to in a graph: beyond that
+attention takes longer than its launches, and padding costs more than they do."""
+# Scores that torch materializes in float32, which several operations hold at once (kernels.attention.paged).
+_SCORE_BYTES = 3 * 4 * (1 << 26)
 
 _RECURRENT = (GatedDeltaNetSpec, KimiDeltaSpec, MambaSpec, ShortConvSpec)
 
@@ -44,13 +51,19 @@ def count_prefill_graph_tokens(spec: DecoderSpec) -> int:
     return _MAX_PREFILL_TOKENS * (2 if forward_flops_per_token(spec) < _SMALL_MODEL_FLOPS else 1)
 
 
-def graph_pool_bytes(spec: DecoderSpec, max_rows: int, dtype: str) -> int:
+def graph_pool_bytes(spec: DecoderSpec, max_rows: int, dtype: str, numerics: Numerics) -> int:
     """Return about what the memory pool of all graphs takes: a layer of the largest step, and logits of all rows.
 
     The graphs share the pool, since none reads what another left there. What a layer saves for a backward pass bounds
-    what an inference step holds at once.
+    what an inference step holds at once. Where torch computes attention that is also the contexts of all rows, as they
+    are in the cache and in float32, and their scores; exact arithmetic has no graphs there.
     """
     size = BYTES[dtype]
     tokens = count_prefill_graph_tokens(spec) if has_prefill_graphs(spec) else max_rows
     widest = max(layer_bytes(spec, index, size=size, fused=True) for index in range(len(spec.layers)))
-    return int(tokens * widest) + max_rows * spec.vocab_size * size
+    total = int(tokens * widest) + max_rows * spec.vocab_size * size
+    if has_graph_kernels(spec):
+        return total
+    layouts = (cache_layout(layer.mixer, numerics) for layer in spec.layers)
+    each = max((it.bytes_per_token(size, numerics) for it in layouts if isinstance(it, PerTokenCache)), default=0)
+    return total + MAX_GRAPH_CONTEXT_TOKENS * each * (size + 4) // size + _SCORE_BYTES

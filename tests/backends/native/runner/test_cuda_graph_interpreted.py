@@ -148,6 +148,41 @@ def test_what_is_replayed_is_what_would_have_been_drawn(recording, spec, count, 
     assert all(each.reads_plans == (key.batch_size > 1) for key, each in made.items())
 
 
+def test_steps_of_more_rows_than_requests_run_without_a_graph(recording):
+    """Drafted tokens are verified in a row each, beside a part of a prompt, in an engine of two requests at once."""
+    tiny = Tiny(1)
+    spec = replace(DENSE, vocab_size=4, eos_token_ids=())
+    rng = np.random.default_rng(0)
+    short, *long = (rng.integers(0, 4, count).astype(np.int32) for count in (3, 20, 20))
+    options = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 5, "speculative_adaptive": False}
+
+    def generate():
+        engine = tiny.engine(
+            tiny.decoder(spec=spec, scale=6.0),
+            page_size=4,
+            max_running=2,
+            prefill_chunk=4,
+            prefill_delay_steps=0,
+            **options,
+        )
+        epochs = [tiny.generate_all(engine, [(short, replace(LONG, max_new_tokens=9)), (each, LONG)]) for each in long]
+        return [tiny.tokens(each) for answers in epochs for each in answers], engine.stats()["drafted_tokens"]
+
+    shapes, choose_shape = [], step_inputs.PrefillInputs.choose_shape
+
+    def note_shape(self, batch):
+        shapes.append((len(batch.counts_B), choose_shape(self, batch)))
+        return shapes[-1][1]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(step_inputs.PrefillInputs, "choose_shape", note_shape)
+        ours = generate()
+    with pytest.MonkeyPatch.context() as plain:
+        plain.setattr(model_runner, "supports_gpu_kernels", lambda spec, model, device: False)
+        assert generate() == ours
+    assert any(rows > 2 and shape is None for rows, shape in shapes) and any(shape for _, shape in shapes)
+
+
 def build_head(spec, kind):
     """A head that has no weights yet, and one with random weights."""
     if kind == "eagle3":
@@ -435,6 +470,21 @@ def test_decode_steps_with_torch_attention_are_replayed_for_padded_contexts(reco
     for one, other in zip(found, [*expected, *expected[:2]], strict=True):
         assert tiny.tokens(one) == tiny.tokens(other)
         np.testing.assert_allclose(tiny.logprobs(one), tiny.logprobs(other), atol=1e-4)
+
+
+def test_contexts_beyond_so_many_graphs_run_without_one(recording, monkeypatch):
+    monkeypatch.setattr(model_runner, "supports_gpu_kernels", lambda spec, model, device: False)
+    tiny, options = Tiny(1), {"page_size": 4, "max_running": 1, "kv_tokens": 400}
+    model = decoder_of(spec_of_kind("minimax-m3"), torch.float32, numerics=FAST)
+    requests = [(np.arange(6, dtype=np.int32) * 7 % model.spec.vocab_size, replace(LONG, max_new_tokens=30))]
+    expected = tiny.generate_all(tiny.engine(model, **options), requests)
+    monkeypatch.setattr(model_runner, "supports_torch_decode_graphs", lambda model, device, numerics: True)
+    monkeypatch.setattr(module, "_MIN_CONTEXT", 8)
+    monkeypatch.setattr(module, "_MAX_CONTEXT_GRAPHS", 2)
+    engine = tiny.engine(model, **options)
+    for _ in range(2):
+        tiny.same(tiny.generate_all(engine, requests)[0], expected[0])
+    assert {key.context for key in recording} == {8, 12} == {key.context for key in engine._runner._graphs._graphs}
 
 
 def sent(engine, model, transport, number):

@@ -32,6 +32,7 @@ from miles.kernels.batch_invariant.paged_attention import BatchInvariantTritonBa
 from miles.kernels.fused.lm_head import compute_logits
 from miles.kernels.runtime.kv_cache import PagedKVCache, RecurrentStatePool
 from miles.kernels.sampling.sample import sample_tokens
+from miles.models.accounting.cuda_graphs import MAX_GRAPH_CONTEXT_TOKENS
 from miles.models.decoder import Decoder, DecoderLayer
 from miles.models.draft.base import Draft
 from miles.models.layers.moe import Routing
@@ -39,9 +40,10 @@ from miles.models.layers.moe import Routing
 # How often a size of steps with prefill runs eagerly before it is captured, and the most graphs of such steps.
 _EAGER_PREFILLS = 1
 _MAX_PREFILL_GRAPHS = 96
-# Contexts of torch attention in a graph: the shortest, and the most tokens of all rows together. Beyond that attention
-# takes longer than its launches, and padding costs more than they do.
-_MIN_CONTEXT, _MAX_CONTEXT_TOKENS = 256, 1 << 18
+# The shortest context of torch attention in a graph.
+_MIN_CONTEXT = 256
+# The most graphs of steps with torch attention: each row count may come with every context, and a graph takes memory.
+_MAX_CONTEXT_GRAPHS = 128
 
 
 def capture_batch_sizes(max_batch_size: int) -> list[int]:
@@ -245,8 +247,12 @@ class CudaGraphRunner:
         return self.supported and self._states is None and not self._torch_attention and self._draft is None
 
     def _fits_torch_attention(self, batch: ForwardBatch) -> bool:
-        """Whether the padded contexts of all rows are few enough tokens for torch attention in a graph."""
-        return self._round_batch_size(batch) * self._choose_context(batch) <= _MAX_CONTEXT_TOKENS
+        """Whether the padded contexts of all rows are few enough tokens for torch attention in a graph that there is or
+        may be.
+        """
+        if self._round_batch_size(batch) * self._choose_context(batch) > MAX_GRAPH_CONTEXT_TOKENS:
+            return False
+        return len(self._graphs) < _MAX_CONTEXT_GRAPHS or self._choose_key(batch) in self._graphs
 
     def _round_batch_size(self, batch: ForwardBatch) -> int:
         return self._batch_sizes[bisect_left(self._batch_sizes, len(batch.req_slots_B))]

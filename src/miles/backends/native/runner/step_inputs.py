@@ -276,8 +276,13 @@ class PrefillInputs:
         return [PrefillShape(size, min(size, self._row_sizes[0])) for size in self._token_sizes]
 
     def choose_shape(self, batch: ForwardBatch) -> PrefillShape | None:
-        """Return the padded size of a step; None if it is too large, or has too many short sequences."""
+        """Return the padded size of a step; None if it is too large, or has too many rows or short sequences.
+
+        A step that verifies drafted tokens beside prompts may have more rows than there are requests.
+        """
         num_rows = max(batch.num_decodes, len(batch.rows_D))
+        if max(num_rows, len(batch.counts_B)) > self._row_sizes[-1]:
+            return None
         tiles = int((-(-batch.counts_B[batch.num_decodes :] // TILE)).sum())
         first = bisect_left(self._token_sizes, max(len(batch.tokens_T), num_rows))
         fits = (size for size in self._token_sizes[first:] if tiles <= count_graph_tiles(size))
