@@ -1,6 +1,9 @@
 """The process that compiles kernels: when it is started, what it reports, and that a run never depends on it."""
 
 import os
+import select
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +67,38 @@ def test_a_process_that_fails_says_why_and_holds_nothing_up(config, monkeypatch)
     assert started.wait(60)
     assert marker.with_suffix(".log").read_text() == "RuntimeError: no such layer\n"
     assert not marker.exists()
+
+
+KILLED = """
+import os, sys, time
+from pathlib import Path
+from miles.launch.precompile import kernels, process
+from miles.launch.precompile.compiler import ParallelCompiler
+
+def compile_run(config, on_ready):
+    compiler = ParallelCompiler.__new__(ParallelCompiler)
+    compiler._workers, compiler.children, compiler.started = 2, set(), 0
+    compiler._fork(lambda: (on_ready(), time.sleep(1e6)))
+    time.sleep(1e6)
+
+kernels.compile_run = compile_run
+started = process.Precompilation(None, Path(sys.argv[1]))
+print(started.wait(60), flush=True)
+time.sleep(1e6)
+"""
+
+
+def test_it_ends_with_a_run_that_is_killed(tmp_path):
+    """A pipe ends when the run, what compiles for it and that one's children have all ended."""
+    reader, writer = os.pipe()
+    line = [sys.executable, "-c", KILLED, str(tmp_path / "cache" / "key.done")]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, pass_fds=[writer]) as run:
+        os.close(writer)
+        assert run.stdout is not None and run.stdout.readline() == "True\n"
+        run.kill()
+    readable, _, _ = select.select([reader], [], [], 60)
+    assert readable and os.read(reader, 1) == b""
+    os.close(reader)
 
 
 def test_a_run_waits_for_the_first_kernels_only_so_long(config, monkeypatch):

@@ -7,6 +7,7 @@ processes find in the cache.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Collection
@@ -14,6 +15,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from miles.kernels.runtime.fake_gpu import FakeDriver, Target
+from miles.rollout.sandbox.libc import PR_SET_PDEATHSIG, prctl
 
 
 class ParallelCompiler:
@@ -77,9 +79,10 @@ class ParallelCompiler:
         while len(self.children) >= self._workers:
             self._wait_for_one()
         self.started += 1
+        parent = os.getpid()
         child = os.fork()
         if child == 0:
-            _run_and_exit(work)
+            _run_and_exit(work, parent)
         self.children.add(child)
 
     def _wait_for_one(self) -> None:
@@ -88,10 +91,18 @@ class ParallelCompiler:
         self.failed += status != 0
 
 
-def _run_and_exit(work: Callable[[], None]) -> NoReturn:
-    """Run ``work`` in a forked process, and end that without what its parent would do at its end."""
+def end_with_parent(parent: int) -> None:
+    """End this process, which ``parent`` forked, when that ends, however it does."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
+
+
+def _run_and_exit(work: Callable[[], None], parent: int) -> NoReturn:
+    """Run ``work`` in a process forked by ``parent``, and end it without what its parent would do at its end."""
     status = 1
     try:
+        end_with_parent(parent)
         work()
         status = 0
     except BaseException:  # the kernel is compiled when it is launched, and its error is shown there

@@ -34,9 +34,10 @@ class Precompilation:
         self._ready = threading.Event()
         self._output, output = os.pipe()
         log = os.open(done.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        parent = os.getpid()
         self._child = os.fork()
         if self._child == 0:
-            _compile_and_exit(config, output, log)
+            _compile_and_exit(config, output, log, parent)
         os.close(output)
         os.close(log)
         threading.Thread(target=self._watch, daemon=True).start()
@@ -57,14 +58,18 @@ class Precompilation:
                 self._done.touch()
 
 
-def _compile_and_exit(config: Config, output: int, log: int) -> NoReturn:
-    """Compile the kernels of a run in a forked process, which ends without what its parent would do at its end."""
+def _compile_and_exit(config: Config, output: int, log: int, parent: int) -> NoReturn:
+    """Compile the kernels of a run in a process forked by it, which ends with it at the latest, without what it would
+    do at its end.
+    """
     status = 1
     try:
         os.dup2(log, 1)
         os.dup2(log, 2)
+        from miles.launch.precompile.compiler import end_with_parent
         from miles.launch.precompile.kernels import compile_run
 
+        end_with_parent(parent)
         status = 0 if compile_run(config, lambda: os.write(output, b".")) else 1
     except BaseException as error:  # the run compiles its kernels itself
         os.write(log, f"{type(error).__name__}: {error}\n".encode())
