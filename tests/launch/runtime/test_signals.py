@@ -12,6 +12,9 @@ from miles.launch.runtime.signals import StopSignals
 
 HEAD = """
 import signal, sys, time, threading
+# A shell's background processes ignore some signals.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from miles.launch.runtime.signals import StopSignals, StopSignal
 from miles.observe.output import drop_output_errors
 stopped = threading.Event()
