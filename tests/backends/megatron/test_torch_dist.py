@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tests.backends.megatron import cases
 from tests.backends.megatron.test_model import DISTRIBUTED_OPTIMIZER, INTERLEAVED, layout
 from tests.backends.megatron.torch_dist_cases import (
+    fail_to_write,
     load_and_export,
     load_and_train,
     load_elsewhere,
@@ -81,6 +82,13 @@ def test_what_is_written_in_the_background_is_the_state_of_the_save(
     wanted = ranks(where.world, train_and_save, folder, where, flags, batches, out, dtype, True)[0]
     found = ranks(where.world, load_and_train, folder, where, flags, batches, out, dtype)[0]
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_save_that_fails_in_the_background_says_so(tmp_path: Path):
+    folder = cases.written(tmp_path / "model", "qwen3")
+    (out := tmp_path / "checkpoint").mkdir()
+    (said,) = ranks(1, fail_to_write, folder, layout({}), out)
+    assert "Megatron could not write" in said and "Not a directory" in said
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -9,9 +10,11 @@ from unittest.mock import patch
 import torch
 from tests.backends.megatron.cases import trainer_of
 from tests.train.small_trainer import EPS, worker
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from miles.cluster.parallel_dims import ParallelDims
-from miles.core.markers import list_missing_ranks
+from miles.core.errors import CheckpointError
+from miles.core.markers import collect_files, list_missing_ranks
 from miles.core.types import Batch, Sample
 from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.families import spec_from_config
@@ -112,6 +115,31 @@ def _train(
             return {name: model.gather(name, p.detach()).clone() for name, p in model.parameters().items()}
         finally:
             destroy_parallel_state()
+
+
+def fail_to_write(rank: int, world: int, folder: Path, layout: ParallelDims, out: Path) -> str:
+    """The error of a save in the background whose files go where a file is, as whoever waits for them reads it."""
+    from tests.backends.megatron.shim import on_cpu
+
+    with on_cpu():
+        from miles.backends.megatron import checkpoint
+        from miles.backends.megatron.model import load_megatron_model
+        from miles.backends.megatron.parallel_state import destroy_parallel_state
+
+        (occupied := out.with_name("occupied")).touch()
+        misled = partial(FileSystemWriter, occupied / "folder")
+        model = load_megatron_model(folder, spec_from_config(read_config(folder)), layout, dtype=torch.float32)
+        try:
+            trainer = build_trainer(model, model.dp_group, async_save=True)
+            with patch.object(checkpoint, "FileSystemWriter", lambda _: misled()):
+                asyncio.run(trainer.save(out))
+                trainer._saver.wait()
+            collect_files(out)
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            destroy_parallel_state()
+    return "nothing"
 
 
 def load_elsewhere(rank: int, world: int, folder: Path, layout: ParallelDims, saved: Path) -> str:
