@@ -106,7 +106,6 @@ def test_balancing_by_flops_is_an_option(world: Path, tmp_path: Path):
         ("--disable-rewards-normalization --advantage-estimator rloo", "--disable-rewards-normalization is for grpo"),
         ("--ref-update-interval 3", "give a --save-interval that divides it"),
         ("--ref-update-interval 4 --keep-checkpoints 1", "raise --keep-checkpoints to 3"),
-        ("--ref-update-interval 2 --train-backend megatron", "--ref-update-interval is not supported with"),
         ("--balance-by-flops 1", "--balance-by-flops takes no value"),
     ],
 )

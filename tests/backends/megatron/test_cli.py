@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tests.launch.small_run import ROOT, flags, untie_embeddings, write_inputs
 from tests.launch.test_image_runs import write_rows
 from tests.launch.test_preference_runs import write_pairs
+from tests.launch.test_upstream_flags import read_metrics
 from tests.models.draft.mtp_checkpoints import make_reference, save_reference
 from tests.models.small_vision import write_vision_checkpoint
 
@@ -116,6 +117,32 @@ def test_a_run_of_adapters_on_megatron_is_the_run_on_fsdp(tmp_path: Path, name: 
     one, two = (_weights(tmp_path / name / last) for name in ("fsdp", "megatron"))
     assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
     assert (tmp_path / "megatron" / last / "adapter" / "adapter_model.safetensors").exists()
+
+
+REFERENCES = {
+    "pipeline": (False, (), ("--pipeline-model-parallel-size", "2")),
+    "torch_dist": (True, (), ("--expert-model-parallel-size", "2", "--ckpt-format", "torch_dist")),
+    "distributed optimizer": (False, (), ("--megatron-use-distributed-optimizer",)),
+    "adapters": (False, ("--lora-rank", "4", "--lr", "1e-2"), ("--tensor-model-parallel-size", "2")),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_the_reference_follows_the_policy_on_megatron_as_on_fsdp_also_when_resumed(tmp_path: Path, name: str):
+    moe, more, layout = REFERENCES[name]
+    inputs = write_inputs(tmp_path / "inputs", moe=moe)
+    line = ("--use-kl-loss", "--kl-loss-coef", "0.1", "--ref-update-interval", "2", "--save-interval", "1", *more)
+    ranks = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "2", *layout)
+    wanted = train(inputs, tmp_path / "fsdp", *line)
+    found = train(inputs, tmp_path / "megatron", *line, *ranks)
+    assert found == pytest.approx(wanted, abs=1e-6)
+    resumed = tmp_path / "resumed"
+    run_miles("train", *flags(inputs, resumed, *line, *ranks, "--debug-exit-after-rollout", "2", steps=3))
+    assert train(inputs, resumed, *line, *ranks) == found
+    one, two, three = (read_metrics(tmp_path / each, "kl") for each in ("fsdp", "megatron", "resumed"))
+    assert two == pytest.approx(one, rel=1e-3, abs=1e-7) and three == two
+    # The last step begins at its reference, which the second one has left.
+    assert abs(one[2]) < abs(one[1]) / 4
 
 
 @pytest.mark.parametrize("adapters", [(), ("--lora-rank", "4")], ids=["weights", "adapters"])

@@ -284,8 +284,6 @@ def check_reference_updates(c: Config) -> Iterator[str]:
         return
     if not c.algo.use_kl_loss and not c.algo.kl_coef and c.algo.loss_type != "dpo_loss":
         yield f"{flag} changes the reference of the KL; add --use-kl-loss or --kl-coef, or remove it."
-    if c.train.train_backend == "megatron":
-        yield f"{flag} is not supported with --train-backend megatron; remove it."
     if c.lora.is_enabled and not shares_reference(c):
         yield f"{flag} with --lora-rank updates adapters over one base, but --ref-load is another; remove one of them."
     if s.save_interval is None or every % s.save_interval:
