@@ -35,6 +35,7 @@ STOP = "a server runs until it is stopped"
 LOOP = "--stall-timeout bounds it: of a group, or of the step it waits for"
 GROUP = "the process group has a timeout"
 CALLER = "every caller of it has a deadline"
+COMPILES = "its process ends with the run, which waits for it with a deadline"
 MESSAGE = "there is a message: a rank that hangs in the middle of one is killed by --heartbeat-timeout"
 SOCKET = "the socket has a timeout"
 
@@ -51,6 +52,7 @@ MAY_WAIT = {
     ("launch/dashboard/process.py", "DashboardProcess.close"): "the process was killed",
     ("models/checkpoint/convert.py", "_write"): "a thread of its own hashes bytes of a local file",
     ("hooks/worker.py", "HookWorker.run"): "its caller has the deadline of the user function, and cancels it",
+    ("backends/megatron/model.py", "MegatronModel.save_torch_dist"): GROUP,
     ("backends/native/server/generation.py", "_Changes.wait_next"): "a client waits as long as it likes for tokens",
     (
         "backends/native/server/request_handler.py",
@@ -96,6 +98,8 @@ MAY_WAIT = {
     ("launch/commands/serve.py", "_wait_for_signal"): STOP,
     ("launch/distributed/driver.py", "DistributedTrainer.wait_for_loss"): LIFE,
     ("launch/elastic/mailbox.py", "Mailbox.open"): "others lock it for a moment only",
+    ("launch/precompile/compiler.py", "ParallelCompiler._wait_for_one"): COMPILES,
+    ("launch/precompile/kernels.py", "compile_run"): COMPILES,
     ("launch/runtime/supervisor.py", "Supervisor._run_once"): KILLED,
     ("rollout/reward/grader_pool.py", "_call_free_child"): HERE,
     ("rollout/sandbox/monitor.py", "monitor"): KILLED,

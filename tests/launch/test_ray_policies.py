@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.launch.small_run import miles
-from tests.launch.test_policy_ranks import flags, write_start
+from tests.launch.test_policy_ranks import flags, weights, write_start
 
 pytestmark = [
     pytest.mark.ray,
@@ -71,6 +71,46 @@ def test_policies_on_a_cluster_learn_as_on_one_machine(start, cluster, near):
     assert rows(run) == rows(near)
     names = {path.name for path in (run / "logs").iterdir()}
     assert {"engine-of-speaker-0.log", "engine-of-listener-0.log"} <= names
+
+
+REDUCER = """
+import os, signal
+from pathlib import Path
+import numpy as np
+from torch import distributed as dist
+
+def reduce(counts_N):
+    folder = Path({folder!r})
+    if (folder / "armed").exists() and dist.is_initialized() and dist.get_rank() == 1:
+        calls = len(list(folder.iterdir()))
+        (folder / str(calls)).touch()
+        if calls == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return np.full(len(counts_N), 1 / sum(counts_N))
+"""
+
+
+def test_a_rank_of_one_policy_that_is_killed_is_replaced_on_its_node(start, cluster, tmp_path):
+    """Rank 1 of the listener dies in its second step, the fourth of the run, before any checkpoint."""
+    (calls := tmp_path / "calls").mkdir()
+    (tmp_path / "reducer.py").write_text(REDUCER.format(folder=str(calls)))
+    reducer = {"custom_pg_loss_reducer_function_path": f"{tmp_path / 'reducer.py'}:reduce"}
+    more, listener = (*EXACT, "--save-interval", "5"), {"train_every": 2, **TWO, **reducer}
+    calm = miles("train", *flags(start, tmp_path / "calm", *more, steps=6, **listener))
+    assert calm.returncode == 0, calm.stderr
+    (calls / "armed").touch()
+    fallen = miles(
+        "train", *flags(start, tmp_path / "fallen", *on(cluster, "--save-interval", "5"), steps=6, **listener)
+    )
+    assert fallen.returncode == 0, fallen.stderr
+    assert (
+        "policy listener's ranks are restarted from the initial weights, and step 2 is trained again" in fallen.stdout
+    )
+    assert len(list(calls.iterdir())) == 6, "armed, three steps, and two that were trained twice"
+    assert rows(tmp_path / "fallen") == rows(tmp_path / "calm")
+    for inside in ((), ("policies", "listener")):
+        expected, found = weights(tmp_path / "calm", 6, *inside), weights(tmp_path / "fallen", 6, *inside)
+        assert found.keys() == expected.keys() and all((found[name] == expected[name]).all() for name in found)
 
 
 def test_a_policy_without_room_is_refused_with_the_numbers(start, cluster):

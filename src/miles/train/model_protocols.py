@@ -163,6 +163,20 @@ class TorchDistModel(Protocol):
         ...
 
 
+@runtime_checkable
+class OverBaseModel(Protocol):
+    """A model with adapters over another one, whose weights have the adapters merged into them."""
+
+    @property
+    def base_model(self) -> ShardedParameters: ...
+
+
+def find_torch_dist_model(model: ShardedParameters) -> TorchDistModel | None:
+    """Return whose weights can be stored in Megatron's distributed format: the model, or the one under its adapters."""
+    inner = model.base_model if isinstance(model, OverBaseModel) else model
+    return inner if isinstance(inner, TorchDistModel) else None
+
+
 def get_engine_weights(model: ShardedParameters) -> dict[str, Tensor]:
     """Return this rank's shard of the weights that an engine uses."""
     if isinstance(model, HasAdapters):

@@ -158,7 +158,10 @@ def test_a_trainer_spans_no_more_devices_than_there_are(monkeypatch: pytest.Monk
     ("line", "sentence"),
     [
         ("", "--ckpt-format torch_dist needs --train-backend megatron"),
-        ("--train-backend megatron --lora-rank 4", "--ckpt-format torch_dist does not support --lora-rank"),
+        (
+            "--train-backend megatron --lora-rank 4 --no-lora-merge",
+            "--ckpt-format torch_dist does not support --lora-rank with --train-precision or --no-lora-merge",
+        ),
     ],
 )
 def test_megatrons_checkpoints_are_refused_where_they_cannot_store_a_run(line: str, sentence: str):

@@ -97,6 +97,11 @@ class LoraModel:
     def _attach_adapters(self) -> None:
         self._base_model.attach_adapters(self._adapters)
 
+    @property
+    def base_model(self) -> LoraBaseModel:
+        """The frozen model."""
+        return self._base_model
+
     def adapters(self) -> LoraAdapters:
         """Return the trained adapters."""
         return self._adapters

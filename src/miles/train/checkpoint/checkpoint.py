@@ -38,7 +38,7 @@ from miles.train.checkpoint.staging import StagingPool
 from miles.train.checkpoint.writer import ShardWriter, read_tensors
 from miles.train.config import TrainConfig
 from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
-from miles.train.model_protocols import ShardedParameters, TorchDistModel
+from miles.train.model_protocols import ShardedParameters, TorchDistModel, find_torch_dist_model
 from miles.train.optim.optimizer import OptimizerProtocol
 
 OPTIMIZER = "optimizer.safetensors"
@@ -109,9 +109,10 @@ def save(
     saver = saver or CheckpointSaver()
     stores_optimizer, write_torch_dist = False, None
     if saver.torch_dist:
-        assert isinstance(model, TorchDistModel), "a rule requires a model of Megatron"
+        torch_dist_model = find_torch_dist_model(model)
+        assert torch_dist_model is not None, "a rule requires a model of Megatron"
         saver.wait()
-        stores_optimizer, write_torch_dist = model.save_torch_dist(
+        stores_optimizer, write_torch_dist = torch_dist_model.save_torch_dist(
             folder, optimizer, iteration=version.number, background=saver.background
         )
     rank, ranks = _get_rank(dp_group)
@@ -174,7 +175,7 @@ def load(
 
 def _check_torch_dist_optimizer(folder: Path, model: ShardedParameters, trainer_state: Mapping[str, Any]) -> None:
     """Raise CheckpointError if this model cannot read Megatron's format."""
-    if not isinstance(model, TorchDistModel):
+    if find_torch_dist_model(model) is None:
         raise CheckpointError(
             f"{folder} is in Megatron's torch_dist format; resume with --train-backend megatron, or start from its "
             f"weights: miles convert {folder} OUT --format bfloat16, and --hf-checkpoint OUT."
@@ -211,9 +212,9 @@ def _build_parts(
     state: bool = True,
 ) -> list[_Part]:
     parts: list[_Part] = []
-    if save_plan is not None and weights:
-        units = _build_unit_groups(model, save_plan.units, save_plan.gather_unit)
-        tensors = [*units, *map(_build_copied_group, save_plan.extra_tensors)]
+    if save_plan is not None:
+        units = _build_unit_groups(model, save_plan.units, save_plan.gather_unit) if weights else []
+        tensors = [*units, *map(_build_copied_group, save_plan.extra_tensors)] if weights else []
         if tensors:
             parts.append(_Part(WEIGHTS, tensors, plan_files(WEIGHTS, tensors, ranks, SHARD_BYTES)))
         for name, extra_units in save_plan.extra_files.items():
