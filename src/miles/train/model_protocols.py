@@ -164,7 +164,7 @@ class TorchDistModel(Protocol):
 
 
 @runtime_checkable
-class OverBaseModel(Protocol):
+class HasBaseModel(Protocol):
     """A model with adapters over another one, whose weights have the adapters merged into them."""
 
     @property
@@ -173,7 +173,7 @@ class OverBaseModel(Protocol):
 
 def find_torch_dist_model(model: ShardedParameters) -> TorchDistModel | None:
     """Return whose weights can be stored in Megatron's distributed format: the model, or the one under its adapters."""
-    inner = model.base_model if isinstance(model, OverBaseModel) else model
+    inner = model.base_model if isinstance(model, HasBaseModel) else model
     return inner if isinstance(inner, TorchDistModel) else None
 
 
