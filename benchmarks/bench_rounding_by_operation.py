@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, other: bool) -> Tensor:
 
 
 @torch.inference_mode()
-def compute_logprobs(model: nn.Module, tokens: Tensor, switched: Collection[tuple[int, str]], *, wide: bool) -> Tensor:
+def compute_logprobs(model: Any, tokens: Tensor, switched: Collection[tuple[int, str]], *, wide: bool) -> Tensor:
     """Return the log-prob of each token but the first; operations in ``switched`` (layer, name) are the other ones."""
     base, dtype = model.model, model.lm_head.weight.dtype
     hidden = base.embed_tokens(tokens)
@@ -69,7 +70,7 @@ def compute_logprobs(model: nn.Module, tokens: Tensor, switched: Collection[tupl
     return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
 
-def sample(model: nn.Module, tokenizer: object, prompts: int, tokens: int, device: str) -> list[tuple[Tensor, int]]:
+def sample(model: Any, tokenizer: Any, prompts: int, tokens: int, device: str) -> list[tuple[Tensor, int]]:
     """Return sampled sequences and the length of each prompt."""
     rng = random.Random(0)
     torch.manual_seed(0)
@@ -77,9 +78,9 @@ def sample(model: nn.Module, tokenizer: object, prompts: int, tokens: int, devic
     for _ in range(prompts):
         a, b, sign = rng.randint(10, 99), rng.randint(10, 99), rng.choice("+-")
         text = [{"role": "user", "content": f"What is {a} {sign} {b}? Think step by step."}]
-        ids = tokenizer.apply_chat_template(text, add_generation_prompt=True, return_tensors="pt", return_dict=True)  # pyright: ignore[reportAttributeAccessIssue]
+        ids = tokenizer.apply_chat_template(text, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         prompt = ids["input_ids"].to(device)
-        whole = model.generate(  # pyright: ignore[reportCallIssue]
+        whole = model.generate(
             prompt, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=tokens, min_new_tokens=tokens
         )
         found.append((whole, prompt.shape[1]))
@@ -94,7 +95,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=40)
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    wide_model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(args.device).eval()
+    wide_model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(args.device).eval()
     sequences = sample(wide_model, tokenizer, args.prompts, args.tokens, args.device)
     model = wide_model.to(torch.bfloat16)
     last = len(model.model.layers) - 1
