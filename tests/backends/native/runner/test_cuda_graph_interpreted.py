@@ -9,7 +9,6 @@ import os
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -66,54 +65,6 @@ DENSE, EXPERTS = (replace(spec, layers=spec.layers[:1]) for spec in (Tiny.spec, 
 LONG = SamplingParams(max_new_tokens=5, ignore_eos=True)
 
 
-class Event:
-    def record(self): ...
-    def synchronize(self): ...
-
-
-class Graph:
-    """Replays by calling: ``call`` is what was recorded."""
-
-    def replay(self):
-        with torch.inference_mode():
-            self.call()
-
-
-@pytest.fixture
-def recording(monkeypatch):
-    """Make engines capture graphs; returns the keys of all replays."""
-    begun, replayed = [], []
-
-    def note(runner):
-        forward = runner._forward
-
-        def noted(self, key):
-            begun.append(lambda: (replayed.append(key), forward(self, key)))
-            forward(self, key)
-
-        monkeypatch.setattr(runner, "_forward", noted)
-
-    @contextmanager
-    def graph(made, **_):
-        yield
-        made.call = begun[-1]
-
-    note(module.CudaGraphRunner)
-    note(draft_head_graph.DraftHeadGraphs)
-    for name, fake in {
-        "CUDAGraph": Graph,
-        "graph": graph,
-        "Event": Event,
-        "graph_pool_handle": lambda: None,
-        "synchronize": lambda: None,
-        "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=1),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr(model_runner, "supports_gpu_kernels", lambda spec, model, device: True)
-    return replayed
-
-
 def wanted(requests, spec):
     """What an engine without CUDA graphs samples."""
     tiny = Tiny()
@@ -146,41 +97,6 @@ def test_what_is_replayed_is_what_would_have_been_drawn(recording, spec, count, 
     )
     made = engine._runner._graphs._graphs
     assert all(each.reads_plans == (key.batch_size > 1) for key, each in made.items())
-
-
-def test_steps_of_more_rows_than_requests_run_without_a_graph(recording):
-    """Drafted tokens are verified in a row each, beside a part of a prompt, in an engine of two requests at once."""
-    tiny = Tiny(1)
-    spec = replace(DENSE, vocab_size=4, eos_token_ids=())
-    rng = np.random.default_rng(0)
-    short, *long = (rng.integers(0, 4, count).astype(np.int32) for count in (3, 20, 20))
-    options = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 5, "speculative_adaptive": False}
-
-    def generate():
-        engine = tiny.engine(
-            tiny.decoder(spec=spec, scale=6.0),
-            page_size=4,
-            max_running=2,
-            prefill_chunk=4,
-            prefill_delay_steps=0,
-            **options,
-        )
-        epochs = [tiny.generate_all(engine, [(short, replace(LONG, max_new_tokens=9)), (each, LONG)]) for each in long]
-        return [tiny.tokens(each) for answers in epochs for each in answers], engine.stats()["drafted_tokens"]
-
-    shapes, choose_shape = [], step_inputs.PrefillInputs.choose_shape
-
-    def note_shape(self, batch):
-        shapes.append((len(batch.counts_B), choose_shape(self, batch)))
-        return shapes[-1][1]
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(step_inputs.PrefillInputs, "choose_shape", note_shape)
-        ours = generate()
-    with pytest.MonkeyPatch.context() as plain:
-        plain.setattr(model_runner, "supports_gpu_kernels", lambda spec, model, device: False)
-        assert generate() == ours
-    assert any(rows > 2 and shape is None for rows, shape in shapes) and any(shape for _, shape in shapes)
 
 
 def build_head(spec, kind):
@@ -448,43 +364,6 @@ def test_recurrent_states_are_updated_in_place_found_again_and_outlive_sleep(rec
     for one, other in zip(found, expected, strict=True):
         assert tiny.tokens(one) == tiny.tokens(other)
         np.testing.assert_allclose(tiny.logprobs(one), tiny.logprobs(other), atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "kind", ["deepseek v3.2", "minimax-m3", "deepseek v4", "inkling", "hybrid qwen4", "hybrid glm 5.3 flash"]
-)
-def test_decode_steps_with_torch_attention_are_replayed_for_padded_contexts(recording, kind, monkeypatch):
-    """What indexers select, windows, compressed keys and position biases, over contexts of several sizes."""
-    monkeypatch.setattr(model_runner, "supports_gpu_kernels", lambda spec, model, device: False)
-    tiny, options = Tiny(1), {"page_size": 4, "max_running": 4, "prefill_chunk": 13, "kv_tokens": 400}
-    model = decoder_of(spec_of_kind(kind), torch.float32, numerics=FAST)
-    prompts = [np.arange(length, dtype=np.int32) * 7 % model.spec.vocab_size for length in (1, 6, 44)]
-    requests = [(p, replace(LONG, seed=i, max_new_tokens=12 - 3 * i)) for i, p in enumerate(prompts)]
-    expected = tiny.generate_all(tiny.engine(model, **options), requests)
-    assert not recording
-    monkeypatch.setattr(model_runner, "supports_torch_decode_graphs", lambda model, device, numerics: True)
-    monkeypatch.setattr(module, "_MIN_CONTEXT", 8)
-    engine = tiny.engine(model, **options)
-    found = tiny.generate_all(engine, requests) + tiny.generate_all(engine, requests[:2])
-    assert {key.context for key in recording} >= {8, 16, 48} and {key.has_prefixes for key in recording} == {False}
-    for one, other in zip(found, [*expected, *expected[:2]], strict=True):
-        assert tiny.tokens(one) == tiny.tokens(other)
-        np.testing.assert_allclose(tiny.logprobs(one), tiny.logprobs(other), atol=1e-4)
-
-
-def test_contexts_beyond_so_many_graphs_run_without_one(recording, monkeypatch):
-    monkeypatch.setattr(model_runner, "supports_gpu_kernels", lambda spec, model, device: False)
-    tiny, options = Tiny(1), {"page_size": 4, "max_running": 1, "kv_tokens": 400}
-    model = decoder_of(spec_of_kind("minimax-m3"), torch.float32, numerics=FAST)
-    requests = [(np.arange(6, dtype=np.int32) * 7 % model.spec.vocab_size, replace(LONG, max_new_tokens=30))]
-    expected = tiny.generate_all(tiny.engine(model, **options), requests)
-    monkeypatch.setattr(model_runner, "supports_torch_decode_graphs", lambda model, device, numerics: True)
-    monkeypatch.setattr(module, "_MIN_CONTEXT", 8)
-    monkeypatch.setattr(module, "_MAX_CONTEXT_GRAPHS", 2)
-    engine = tiny.engine(model, **options)
-    for _ in range(2):
-        tiny.same(tiny.generate_all(engine, requests)[0], expected[0])
-    assert {key.context for key in recording} == {8, 12} == {key.context for key in engine._runner._graphs._graphs}
 
 
 def sent(engine, model, transport, number):
