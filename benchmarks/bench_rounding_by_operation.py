@@ -3,7 +3,7 @@
     python benchmarks/bench_rounding_by_operation.py MODEL [--device cuda] [--prompts 16] [--tokens 40]
 
 Two programs that compute a model in bfloat16 agree in every formula, and differ in the order in which an operation
-sums. Here tokens are sampled from MODEL (Llama layers: SmolLM2, Llama 3) in float32, their log-probs computed twice:
+sums. Tokens are sampled from MODEL (Llama layers: SmolLM2, Llama 3) in float32. Their log-probs are computed twice:
 with torch's operations in bfloat16, and with those named computed in float32 and rounded to bfloat16 once. The limit is
 the first row, in which nothing differs. In the second column both sides keep the residual stream in float32.
 """

@@ -119,6 +119,8 @@ def test_what_cannot_be_resumed_is_refused_by_name(tmp_path: Path):
     # An optimizer of ours cannot take over Megatron's state.
     (said,) = ranks(1, load_elsewhere, folder, layout({}), out)
     assert "--megatron-use-distributed-optimizer" in said
+    (said,) = ranks(1, load_elsewhere, folder, layout({}), out, True)
+    assert "has no adapter because its weights were trained" in said
     with pytest.raises(CheckpointError, match=r"torch_dist format; resume with --train-backend megatron"):
         model = LocalModel(hf.load(folder, device="cpu", dtype=torch.float32), config=read_config(folder))
         asyncio.run(cases.trainer_of(model, {}, cases.SINGLE_RANK).load(out))

@@ -2,13 +2,12 @@
 
 import asyncio
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from tests.backends.megatron.cases import trainer_of
+from tests.backends.megatron.cases import adapted, load_frozen, read_lora, trainer_of
 from tests.train.small_trainer import EPS, worker
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -127,11 +126,10 @@ def fail_to_write(rank: int, world: int, folder: Path, layout: ParallelDims, out
         from miles.backends.megatron.parallel_state import destroy_parallel_state
 
         (occupied := out.with_name("occupied")).touch()
-        misled = partial(FileSystemWriter, occupied / "folder")
         model = load_megatron_model(folder, spec_from_config(read_config(folder)), layout, dtype=torch.float32)
         try:
             trainer = build_trainer(model, model.dp_group, async_save=True)
-            with patch.object(checkpoint, "FileSystemWriter", lambda _: misled()):
+            with patch.object(checkpoint, "FileSystemWriter", lambda _: FileSystemWriter(occupied / "folder")):
                 asyncio.run(trainer.save(out))
                 trainer._saver.wait()
             collect_files(out)
@@ -142,8 +140,10 @@ def fail_to_write(rank: int, world: int, folder: Path, layout: ParallelDims, out
     return "nothing"
 
 
-def load_elsewhere(rank: int, world: int, folder: Path, layout: ParallelDims, saved: Path) -> str:
-    """The error of loading ``saved`` into the model of ``folder``, or nothing."""
+def load_elsewhere(
+    rank: int, world: int, folder: Path, layout: ParallelDims, saved: Path, has_adapters: bool = False
+) -> str:
+    """The error of loading ``saved`` into the model of ``folder``, which may have adapters, or nothing."""
     from tests.backends.megatron.shim import on_cpu
 
     with on_cpu():
@@ -151,9 +151,15 @@ def load_elsewhere(rank: int, world: int, folder: Path, layout: ParallelDims, sa
         from miles.backends.megatron.parallel_state import destroy_parallel_state
         from miles.core.errors import MilesError
 
-        model = load_megatron_model(folder, spec_from_config(read_config(folder)), layout, dtype=torch.float32)
+        if has_adapters:
+            lora = read_lora(folder)
+            base = load_frozen(folder, layout, (), lora)
+            model, dp_group = adapted(base, folder, lora), base.dp_group
+        else:
+            model = load_megatron_model(folder, spec_from_config(read_config(folder)), layout, dtype=torch.float32)
+            dp_group = model.dp_group
         try:
-            asyncio.run(trainer_of(model, {}, model.dp_group).load(saved))
+            asyncio.run(trainer_of(model, {}, dp_group).load(saved))
         except MilesError as error:
             return str(error)
         finally:

@@ -72,18 +72,20 @@ def test_a_process_that_fails_says_why_and_holds_nothing_up(config, monkeypatch)
 KILLED = """
 import os, sys, time
 from pathlib import Path
+from miles.kernels.runtime.fake_gpu import Target
 from miles.launch.precompile import kernels, process
 from miles.launch.precompile.compiler import ParallelCompiler
 
 def compile_run(config, on_ready):
-    compiler = ParallelCompiler.__new__(ParallelCompiler)
-    compiler._workers, compiler.children, compiler.started = 2, set(), 0
-    compiler._fork(lambda: (on_ready(), time.sleep(1e6)))
+    sizes = {"warp_size": 32, "capability": (9, 0), "sms": 132, "shared_memory": 227 << 10}
+    target = Target(family="cuda", arch="90", gpus="H100", **sizes)
+    compiler = ParallelCompiler(target, workers=2)
+    compiler._fork(lambda: (Path(sys.argv[2]).touch(), on_ready(), time.sleep(1e6)))
     time.sleep(1e6)
 
 kernels.compile_run = compile_run
 started = process.Precompilation(None, Path(sys.argv[1]))
-print(started.wait(60), flush=True)
+print(started.wait(60) and Path(sys.argv[2]).exists(), flush=True)
 time.sleep(1e6)
 """
 
@@ -91,7 +93,7 @@ time.sleep(1e6)
 def test_it_ends_with_a_run_that_is_killed(tmp_path):
     """A pipe ends when the run, what compiles for it and that one's children have all ended."""
     reader, writer = os.pipe()
-    line = [sys.executable, "-c", KILLED, str(tmp_path / "cache" / "key.done")]
+    line = [sys.executable, "-c", KILLED, str(tmp_path / "cache" / "key.done"), str(tmp_path / "compiles")]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, pass_fds=[writer]) as run:
         os.close(writer)
         assert run.stdout is not None and run.stdout.readline() == "True\n"

@@ -158,9 +158,9 @@ def test_a_trainer_spans_no_more_devices_than_there_are(monkeypatch: pytest.Monk
     ("line", "sentence"),
     [
         ("", "--ckpt-format torch_dist needs --train-backend megatron"),
-        (
-            "--train-backend megatron --lora-rank 4 --no-lora-merge",
-            "--ckpt-format torch_dist does not support --no-lora-merge",
+        *(
+            (f"--train-backend megatron --lora-rank 4 {more}", "--ckpt-format torch_dist supports merged LoRA of")
+            for more in ("--no-lora-merge", "--lora-dropout 0.1", "--use-dora")
         ),
     ],
 )

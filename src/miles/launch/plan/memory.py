@@ -31,7 +31,7 @@ from miles.launch.rules.paths import read_spec_or_none
 from miles.models.accounting.cuda_graphs import (
     count_prefill_graph_tokens,
     graph_pool_bytes,
-    has_graph_kernels,
+    has_decode_graphs,
     has_prefill_graphs,
 )
 from miles.models.accounting.draft import draft_activation_bytes, draft_optimizer_bytes, draft_weight_bytes
@@ -47,7 +47,6 @@ from miles.models.accounting.params import (
 )
 from miles.models.accounting.vision import vision_activation_bytes
 from miles.models.draft.spec import DraftSpec
-from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.lora.targets import LoraSpec
 from miles.models.parallel.tp_sharding import shard_spec
 from miles.models.spec import DecoderSpec
@@ -423,10 +422,8 @@ def _estimate_graphs(config: Config, plan: Plan, spec: DecoderSpec, dtype: str) 
     """The memory pool of the native engine's CUDA graphs."""
     several = config.cluster.rollout_num_gpus_per_engine > 1
     used = config.native.engine_cuda_graph and config.sglang.rollout_backend != "sglang"
-    if plan.device == "cpu" or several or not used or isinstance(spec, HfAdapterSpec):
-        return ()
     numerics = config.models.numerics
-    if not has_graph_kernels(spec) and numerics.batch_invariant:
+    if plan.device == "cpu" or several or not used or not has_decode_graphs(spec, numerics):
         return ()
     size = graph_pool_bytes(spec, config.native.engine_max_running, dtype, numerics)
     largest = count_prefill_graph_tokens(spec) if has_prefill_graphs(spec) else config.native.engine_max_running

@@ -12,7 +12,7 @@ from miles.config.value_types import format_value
 from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.launch.plan.hardware import choose_device, count_accelerators
-from miles.launch.plan.lora import find_megatron_adapted_parts, is_unmerged, shares_reference
+from miles.launch.plan.lora import find_megatron_adapted_parts, shares_reference
 from miles.launch.plan.plan import count_samples_per_prompt
 from miles.launch.plan.topology import (
     build_parallel_dims,
@@ -177,7 +177,6 @@ def check_ckpt_format(c: Config) -> Iterator[str]:
     if c.train.train_backend != "megatron":
         yield f"{flag} needs --train-backend megatron; add that, or use --ckpt-format hf."
     for given, used in (
-        ("--no-lora-merge", c.lora.is_enabled and not c.lora.lora_merge),
         ("--loss-type rm_loss", c.algo.loss_type == "rm_loss"),
         ("--push-to-hub", c.hub.push_to_hub is not None),
         ("--save-hf-precision rollout", c.schedule.save_hf_precision == "rollout"),
@@ -188,13 +187,13 @@ def check_ckpt_format(c: Config) -> Iterator[str]:
 
 def check_torch_dist_adapters(c: Config) -> Iterator[str]:
     """Layers whose adapters Megatron's modules cannot have are the decoder's, which have other names in its files."""
-    spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
-    if c.train.ckpt_format != "torch_dist" or spec is None or is_unmerged(c):
+    if c.train.ckpt_format != "torch_dist" or not c.lora.is_enabled:
         return
-    if isinstance(spec, DecoderSpec) and find_megatron_adapted_parts(c, spec):
+    spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
+    if spec is not None and find_megatron_adapted_parts(c, spec):
         yield (
-            "--ckpt-format torch_dist supports LoRA of attention and dense MLPs, but not adapters of experts or MLA, "
-            "DoRA or --lora-dropout; use --ckpt-format hf, or other adapters."
+            "--ckpt-format torch_dist supports merged LoRA of attention and dense MLPs, but not --no-lora-merge, "
+            "--lora-dropout, DoRA or adapters of experts or MLA; use --ckpt-format hf, or other adapters."
         )
 
 

@@ -41,6 +41,11 @@ def has_graph_kernels(spec: DecoderSpec) -> bool:
     )
 
 
+def has_decode_graphs(spec: DecoderSpec, numerics: Numerics) -> bool:
+    """Return whether decode-only steps run as graphs; torch attention is captured with the fast numerics only."""
+    return has_graph_kernels(spec) or not (isinstance(spec, HfAdapterSpec) or numerics.batch_invariant)
+
+
 def has_prefill_graphs(spec: DecoderSpec) -> bool:
     """Return whether steps with prefill run as graphs: a recurrent layer scans as many tokens as a sequence has."""
     return has_graph_kernels(spec) and not any(isinstance(layer.mixer, _RECURRENT) for layer in spec.layers)

@@ -180,6 +180,11 @@ def _check_torch_dist_optimizer(folder: Path, model: ShardedParameters, trainer_
             f"{folder} is in Megatron's torch_dist format; resume with --train-backend megatron, or start from its "
             f"weights: miles convert {folder} OUT --format bfloat16, and --hf-checkpoint OUT."
         )
+    if trainer_state.get("optimizer") == "torch_dist" and not isinstance(model, TorchDistModel):
+        raise CheckpointError(
+            f"{folder} has no adapter because its weights were trained; leave --lora-rank out, or start from it as "
+            "--hf-checkpoint."
+        )
     if trainer_state.get("optimizer") not in ("torch_dist", "safetensors"):
         raise CheckpointError(
             f"{folder / TRAINER_STATE} does not say where the optimizer's state is; use an older checkpoint."

@@ -90,7 +90,7 @@ def test_contexts_beyond_so_many_graphs_run_without_one(recording, monkeypatch):
     expected = tiny.generate_all(tiny.engine(model, **options), requests)
     monkeypatch.setattr(model_runner, "supports_torch_decode_graphs", lambda model, device, numerics: True)
     monkeypatch.setattr(module, "_MIN_CONTEXT", 8)
-    monkeypatch.setattr(module, "_MAX_CONTEXT_GRAPHS", 2)
+    monkeypatch.setattr(module, "_MAX_CONTEXT_GRAPHS", 1)
     engine = tiny.engine(model, **options)
     for _ in range(2):
         tiny.same(tiny.generate_all(engine, requests)[0], expected[0])

@@ -42,7 +42,7 @@ _EAGER_PREFILLS = 1
 _MAX_PREFILL_GRAPHS = 96
 # The shortest context of torch attention in a graph.
 _MIN_CONTEXT = 256
-# The most graphs of steps with torch attention: each row count may come with every context, and a graph takes memory.
+# The most graphs of longer contexts: each row count may come with every context, and a graph takes memory.
 _MAX_CONTEXT_GRAPHS = 128
 
 
@@ -250,9 +250,12 @@ class CudaGraphRunner:
         """Whether the padded contexts of all rows are few enough tokens for torch attention in a graph that there is or
         may be.
         """
-        if self._round_batch_size(batch) * self._choose_context(batch) > MAX_GRAPH_CONTEXT_TOKENS:
+        context = self._choose_context(batch)
+        if self._round_batch_size(batch) * context > MAX_GRAPH_CONTEXT_TOKENS:
             return False
-        return len(self._graphs) < _MAX_CONTEXT_GRAPHS or self._choose_key(batch) in self._graphs
+        if context == self._shortest_context or self._choose_key(batch) in self._graphs:
+            return True
+        return sum(key.context > self._shortest_context for key in self._graphs) < _MAX_CONTEXT_GRAPHS
 
     def _round_batch_size(self, batch: ForwardBatch) -> int:
         return self._batch_sizes[bisect_left(self._batch_sizes, len(batch.req_slots_B))]
@@ -262,6 +265,11 @@ class CudaGraphRunner:
         if not self._torch_attention:
             return 0
         return choose_context(int(batch.starts_B.max()) + 1, self._inputs.page_size, self._inputs.max_pages)
+
+    @property
+    def _shortest_context(self) -> int:
+        """What rows are padded to at least where torch computes attention, else 0."""
+        return choose_context(1, self._inputs.page_size, self._inputs.max_pages) if self._torch_attention else 0
 
     def _choose_prefill_shape(self, batch: ForwardBatch) -> PrefillShape | None:
         """Return the padded size of a step with prefill; None if it is too large, or computes what no graph does.
@@ -348,11 +356,8 @@ class CudaGraphRunner:
             for shape in reversed(shapes)
             for has_lora in with_lora
         ]
-        context = 0
-        if self._torch_attention:
-            context = choose_context(1, self._inputs.page_size, self._inputs.max_pages)
         keys += [
-            GraphKey(size, prefixes, False, has_lora, context=context)
+            GraphKey(size, prefixes, False, has_lora, context=self._shortest_context)
             for size in reversed(self._batch_sizes)
             for prefixes in ((False,) if self._torch_attention else (False, True))
             for has_lora in with_lora
