@@ -304,6 +304,12 @@ def import_graph() -> dict[str, set[str]]:
     return graph
 
 
+@pytest.fixture(scope="module", autouse=True)
+def graph_of_imports() -> None:
+    """Read all imports before any test, which would else need the time of the others too."""
+    import_graph()
+
+
 def _module_name(file: Path) -> str:
     parts = file.relative_to(SOURCE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
