@@ -1,4 +1,6 @@
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -75,6 +77,21 @@ def test_low_precision_parameters_are_roundings_of_masters_that_feel_small_updat
         reference.step()
     assert any(not torch.equal(params[n], before[n]) for n in SHAPES)
     assert all(torch.equal(params[n], exact[n].detach().to(torch.bfloat16)) for n in SHAPES)
+
+
+def test_parameters_and_masters_are_freed_with_their_optimizer_without_a_collection():
+    params = parameters(torch.bfloat16)
+    optimizer = build(params)
+    give(params, 1)
+    optimizer.step()
+    kept = [weakref.ref(p) for p in params.values()]
+    kept += [weakref.ref(p.master) for p in optimizer.trained_params()]
+    gc.disable()
+    try:
+        del params, optimizer
+        assert not [reference for reference in kept if reference() is not None]
+    finally:
+        gc.enable()
 
 
 def test_gradients_of_micro_batches_are_added_up_in_float32():

@@ -7,8 +7,10 @@ state, may be offloaded to the host.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,7 +34,7 @@ class TrainedParam:
             self.master = copy_to_state_device(
                 parameter.detach().float(), select_state_device(parameter.device, offloaded=offloaded)
             )
-            parameter.register_post_accumulate_grad_hook(self._accumulate)
+            parameter.register_post_accumulate_grad_hook(partial(_accumulate_grad, weakref.ref(self)))
 
     @property
     def is_own_master(self) -> bool:
@@ -64,10 +66,18 @@ class TrainedParam:
     def is_decayed(self) -> bool:
         return is_decayed(self.name, self.parameter.ndim)
 
-    def _accumulate(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self._grad_sum = add_grad(self._grad_sum, parameter.grad)
-        parameter.grad = None
+    def accumulate(self, grad: Tensor) -> None:
+        """Add the gradient of a micro-batch."""
+        self._grad_sum = add_grad(self._grad_sum, grad)
+
+
+def _accumulate_grad(trained: weakref.ref[TrainedParam], parameter: Tensor) -> None:
+    """Hook of a parameter: it does not own its TrainedParam, as a cycle through a tensor's hooks is never freed."""
+    owner = trained()
+    assert owner is not None, "gradients are computed for a parameter that nothing trains any more"
+    assert parameter.grad is not None
+    owner.accumulate(parameter.grad)
+    parameter.grad = None
 
 
 def is_decayed(name: str, axes: int) -> bool:
