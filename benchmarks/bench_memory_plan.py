@@ -1,67 +1,92 @@
 """Memory of a training step as estimated by ``miles plan``, against the GPU's measured peak.
 
 Each case trains a published model, cut to a few layers where it is large, on random tokens and reads the allocator's
-peak. The limit is what the plan counts: nothing is padded to look good, and both numbers are printed.
+peak: two micro-batches of a step, so that gradients are held while activations are at their widest. Planned is what
+``miles plan`` counts for the training plane: weights, gradients, optimizer, adapters and activations.
 
     PYTHONPATH=src python benchmarks/bench_memory_plan.py            # all cases; needs a CUDA device
-    PYTHONPATH=src python benchmarks/bench_memory_plan.py --only Qwen3-0.6B
+    PYTHONPATH=src python benchmarks/bench_memory_plan.py --only Qwen3-0.6B [--profile]
+
+``--profile`` also prints what is allocated at the peak, by the line that allocated it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from miles.algo.config import AlgoConfig
 from miles.backends.fsdp.local_model import LocalModel
+from miles.backends.fsdp.lora_model import LoraModel, UnmergedLoraModel
 from miles.cluster.executor import InlineExecutor
+from miles.cluster.parallel_dims import ParallelDims
 from miles.cluster.platform import detect_platform
 from miles.core.types import Batch, Sample
-from miles.models.accounting.activations import activation_bytes
-from miles.models.accounting.known_models import load_known_models
-from miles.models.accounting.params import (
-    forward_flops_per_token,
-    gradient_bytes,
-    optimizer_bytes,
-    parameter_count,
-    weight_bytes,
+from miles.launch.plan.layout_memory import (
+    estimate_rank_activations,
+    estimate_rank_lora_memory,
+    estimate_rank_memory,
 )
+from miles.models.accounting.known_models import load_known_models
+from miles.models.accounting.params import forward_flops_per_token, parameter_count
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
-from miles.models.spec import DecoderSpec, MoeSpec
+from miles.models.lora.targets import LoraSpec, select_targets
+from miles.models.spec import DecoderSpec, LayerSpec, MoeSpec
 from miles.train.config import TrainConfig
 from miles.train.policy_trainer import PolicyTrainer
 
 GIB = 2**30
+LENGTH, RANK = 1025, 16
+"""Tokens of a sample, which is read up to its last token but one, and the rank of adapters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A published model, its first ``layers`` layers (0: all), at most ``experts`` experts, and the micro-batch."""
+    """A published model, its first ``layers`` layers (0: all), at most ``experts`` experts, and the micro-batch.
+
+    ``adapters`` are the targets that are trained instead of the weights, merged or ``unmerged``.
+    """
 
     name: str
     tokens: int
     checkpointing: bool = False
     layers: int = 0
     experts: int = 0
+    adapters: str = ""
+    unmerged: bool = False
 
     def spec(self) -> DecoderSpec:
         spec = spec_from_config(load_known_models()[self.name])
         layers = spec.layers[-self.layers :] if self.layers else spec.layers
-        return replace(spec, layers=tuple(_fewer(layer, self.experts) for layer in layers))
+        return replace(spec, layers=tuple(_cut_experts(layer, self.experts) for layer in layers))
+
+    def train_config(self) -> TrainConfig:
+        return TrainConfig(max_tokens_per_gpu=self.tokens, gradient_checkpointing=self.checkpointing)
+
+    def lora(self) -> LoraSpec | None:
+        if not self.adapters:
+            return None
+        targets = select_targets(self.spec(), self.adapters, None)
+        return LoraSpec(rank=RANK, alpha=2.0 * RANK, targets=targets, unmerged=self.unmerged)
 
     def label(self) -> str:
         cut = f", {self.layers} layers" if self.layers else ""
         cut += f", {self.experts} experts" if self.experts else ""
-        return f"{self.name}{cut}, {self.tokens:,} tokens{', checkpointing' if self.checkpointing else ''}"
+        form = f", {'unmerged ' * self.unmerged}adapters on {self.adapters}" if self.adapters else ""
+        return f"{self.name}{cut}, {self.tokens:,} tokens{', checkpointing' if self.checkpointing else ''}{form}"
 
 
-def _fewer(layer, experts: int):
+def _cut_experts(layer: LayerSpec, experts: int) -> LayerSpec:
     if not experts or not isinstance(layer.ffn, MoeSpec):
         return layer
     return replace(layer, ffn=replace(layer.ffn, num_experts=min(experts, layer.ffn.num_experts)))
@@ -72,23 +97,29 @@ CASES = (
     Case("Qwen3-0.6B", 16384, checkpointing=True),
     Case("Qwen3-0.6B", 4096),
     Case("Qwen3-1.7B", 16384),
+    Case("Qwen3-4B", 8192),
     Case("Qwen3-4B", 8192, checkpointing=True),
     Case("Llama-3.2-1B", 16384),
     Case("Gemma-2-2B", 4096),
     Case("Qwen3-30B-A3B", 16384, layers=6),
+    Case("Qwen3-30B-A3B", 8192, layers=6, checkpointing=True),
     Case("GLM-4.5-Air", 8192, layers=4, experts=32),
     Case("DeepSeek-V3", 8192, layers=3, experts=16),
     Case("gpt-oss-20b", 4096, layers=4),
     Case("Qwen3-Next-80B-A3B", 8192, layers=4, experts=64),
+    Case("Qwen3-4B", 16384, adapters="attn,mlp"),
+    Case("Qwen3-4B", 16384, checkpointing=True, adapters="attn,mlp"),
+    Case("Qwen3-30B-A3B", 16384, layers=12, checkpointing=True, adapters="attn", unmerged=True),
+    Case("Qwen3-30B-A3B", 16384, layers=12, checkpointing=True, adapters="attn,experts", unmerged=True),
 )
 
 
-def sample(rng: np.random.Generator, index: int, length: int, vocab: int) -> Sample:
-    mask = np.arange(length) >= 1
+def make_sample(rng: np.random.Generator, index: int, vocab: int) -> Sample:
+    mask = np.arange(LENGTH) >= 1
     return Sample(
         prompt_id=index,
         trajectory=0,
-        tokens=rng.integers(0, vocab, length).astype(np.int32),
+        tokens=rng.integers(0, vocab, LENGTH).astype(np.int32),
         mask=mask,
         logprobs=np.where(mask, np.float32(-np.log(vocab)), np.float32(0)),
         advantages=np.where(mask, np.float32(rng.normal()), np.float32(0)),
@@ -96,55 +127,119 @@ def sample(rng: np.random.Generator, index: int, length: int, vocab: int) -> Sam
     )
 
 
-def measure(case: Case) -> tuple[int, int, float]:
-    """Bytes said, bytes at the peak, and operations a second of the second step."""
-    platform = detect_platform("cuda")
-    spec = case.spec()
-    torch.cuda.reset_peak_memory_stats()
-    decoder = Decoder(spec, device=platform.device, dtype=torch.bfloat16)
+def plan_bytes(case: Case) -> int:
+    """What ``miles plan`` counts."""
+    spec, lora, layout = case.spec(), case.lora(), ParallelDims()
+    kept = estimate_rank_activations(
+        spec, layout, "bfloat16", case.tokens, case.train_config(), fused=True, longest=LENGTH, lora=lora
+    )
+    if lora is None:
+        held = estimate_rank_memory(spec, layout, "bfloat16")
+        return held.weights + held.gradients + held.optimizer + kept
+    adapted = estimate_rank_lora_memory(spec, layout, "bfloat16", lora)
+    factors = 2 * lora.num_parameters if lora.unmerged else 0  # rounded for a forward, which an engine reads
+    return adapted.weights + adapted.base + adapted.adapters + adapted.gradients + adapted.optimizer + kept + factors
+
+
+def build_trainer(case: Case, device: torch.device) -> PolicyTrainer:
+    spec, lora = case.spec(), case.lora()
+    decoder = Decoder(spec, device=device, dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter in decoder.parameters():  # any numbers will do, so they are drawn where they are needed
             parameter.normal_(0.0, 0.02)
-    model = LocalModel(decoder, gradient_checkpointing=case.checkpointing)
-    train = TrainConfig(max_tokens_per_gpu=case.tokens)
-    worker = PolicyTrainer(
-        model, algo=AlgoConfig(), train=train, steps=1, updates=4, temperature=1.0, run=InlineExecutor()
+    model: Any = LocalModel(decoder, gradient_checkpointing=case.checkpointing, frozen=lora is not None)
+    if lora is not None:
+        kind = UnmergedLoraModel if lora.unmerged else LoraModel
+        model = kind(model, lora, base=Path("random"), seed=0)
+    return PolicyTrainer(
+        model,
+        algo=AlgoConfig(),
+        train=case.train_config(),
+        steps=1,
+        updates=4,
+        temperature=1.0,
+        run=InlineExecutor(),
     )
+
+
+def measure(case: Case, profile: bool) -> tuple[int, float]:
+    """Bytes at the peak, and operations a second of the second step."""
+    platform = detect_platform("cuda")
+    spec = case.spec()
+    torch.cuda.reset_peak_memory_stats()
+    worker = build_trainer(case, platform.device)
     rng = np.random.default_rng(0)
-    length = 1025  # a sample is read up to its last token but one
-    # Two micro-batches a step: in the second all gradients are there while activations are at their widest.
-    samples = tuple(sample(rng, i, length, spec.vocab_size) for i in range(2 * case.tokens // (length - 1)))
+    count = 2 * case.tokens // (LENGTH - 1)
+    samples = tuple(make_sample(rng, i, spec.vocab_size) for i in range(count))
     spent = 0.0
     for step in range(2):
+        if profile and step:
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=2_000_000)
         platform.synchronize()
         started = time.perf_counter()
         asyncio.run(worker.step(Batch(step=step, samples=samples, num_groups=len(samples))))
         platform.synchronize()
         spent = time.perf_counter() - started
-    said = weight_bytes(spec, "bfloat16") + gradient_bytes(spec, "bfloat16") + optimizer_bytes(spec, "bfloat16")
-    said += activation_bytes(spec, case.tokens, size=2, fused=True, checkpointing=case.checkpointing)
+    if profile:
+        show_peak(torch.cuda.memory._snapshot().get("device_traces", [[]])[0])
+        torch.cuda.memory._record_memory_history(enabled=None)
     passes = 4 if case.checkpointing else 3
-    rate = passes * forward_flops_per_token(spec, length / 2) * 2 * case.tokens / spent
-    return said, torch.cuda.max_memory_allocated(), rate
+    rate = passes * forward_flops_per_token(spec, LENGTH / 2) * 2 * case.tokens / spent
+    return torch.cuda.max_memory_allocated(), rate
+
+
+def show_peak(trace: list[dict[str, Any]]) -> None:
+    """Print what the step had allocated at its peak, by the line of ours that allocated it."""
+    sizes: dict[int, tuple[int, str]] = {}
+    alive = peak = peak_at = 0
+    for index, event in enumerate(trace):
+        if event["action"] == "alloc":
+            alive += event["size"]
+        elif event["action"] == "free_completed":
+            alive -= event["size"]
+        if alive > peak:
+            peak, peak_at = alive, index
+    for event in trace[: peak_at + 1]:
+        if event["action"] == "alloc":
+            sizes[event["addr"]] = event["size"], name_site(event["frames"])
+        elif event["action"] == "free_completed":
+            sizes.pop(event["addr"], None)
+    total: Counter[str] = Counter()
+    number: Counter[str] = Counter()
+    for size, site in sizes.values():
+        total[site] += size
+        number[site] += 1
+    print(f"  the step's own at the peak: {peak / GIB:.2f} GiB over what it began with, by line:")
+    for site, size in total.most_common(14):
+        print(f"    {size / GIB:6.2f} GiB  {number[site]:5d} x  {site}")
+
+
+def name_site(frames: list[dict[str, Any]]) -> str:
+    """The innermost two lines of this project, or the innermost line of all."""
+    own = [f for f in frames if "/miles/" in f["filename"]] or frames[:1]
+    return " < ".join(f"{Path(f['filename']).name}:{f['line']} {f['name']}" for f in own[:2]) or "no Python frame"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="cases whose label contains this")
+    parser.add_argument("--profile", action="store_true", help="print what is allocated at the peak")
     args = parser.parse_args()
     print(f"{detect_platform('cuda').name}, torch {torch.__version__}\n")
     print("| case | parameters | planned | measured | planned / measured | step |\n|---|--:|--:|--:|--:|--:|")
     for case in CASES:
-        if args.only not in case.name:
+        if args.only not in case.label():
             continue
+        planned = plan_bytes(case)
         try:
-            said, found, rate = measure(case)
+            found, rate = measure(case, args.profile)
         except torch.OutOfMemoryError:
             print(f"| {case.label()} | does not fit |", flush=True)
         else:
             size = f"{parameter_count(case.spec()) / 1e9:.2f}B"
-            held = f"{said / GIB:.1f} GiB | {found / GIB:.1f} GiB | {said / found:.2f}"
+            held = f"{planned / GIB:.1f} GiB | {found / GIB:.1f} GiB | {planned / found:.3f}"
             print(f"| {case.label()} | {size} | {held} | {rate / 1e12:.0f} TFLOP/s |", flush=True)
+        gc.collect()
         torch.cuda.empty_cache()
 
 

@@ -14,6 +14,7 @@ from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.kernels.fused import activation as activation_module
 from miles.kernels.fused import rms_norm as norm
 from miles.kernels.fused.activation import apply_activation, gated_activation_training
+from miles.kernels.fused.adamw import AdamWParams, fused_adamw
 from miles.kernels.fused.fused_logprob import LogitTransform, compute_logit_grads, reduce_logits
 from miles.kernels.fused.grad_sum import launch_add_grad
 from miles.kernels.fused.qk_norm_rope import QKVShape
@@ -290,6 +291,32 @@ def test_gradients_are_added_with_the_bits_of_torch(poisoned, size):
     for grad in grads[1:]:
         assert launch_add_grad(total, grad) is total
         assert torch.equal(total, wanted.add_(grad))
+
+
+# -- optimizer --------------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(("size", "decay", "scale"), [(1, 0.1, None), (4096, 0.0, 0.25), (9001, 0.1, 0.5)])
+def test_the_fused_adamw_step_is_that_of_torch_in_float64(dtype, size, decay, scale, poisoned):
+    master = random(size)
+    weight, first, second = master.to(dtype), torch.zeros_like(master), torch.zeros_like(master)
+    reference = master.double().requires_grad_()
+    optimizer = torch.optim.AdamW([reference], lr=1e-2, betas=(0.9, 0.98), eps=1e-8, weight_decay=decay)
+    factor = None if scale is None else torch.tensor(scale, device=DEVICE)
+    for step in range(1, 5):
+        grad = random(size)
+        kept = grad.clone()
+        params = AdamWParams(lr=1e-2, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=decay, step=step)
+        fused_adamw(weight, master, grad, (first, second), params, scale=factor)
+        reference.grad = grad.double() * (scale or 1.0)
+        optimizer.step()
+        assert torch.equal(grad, kept)
+    state = optimizer.state[reference]
+    assert apart(master, reference.detach()) < 1e-6
+    assert apart(first, state["exp_avg"]) < 1e-6 and apart(second, state["exp_avg_sq"]) < 1e-6
+    assert torch.equal(weight, master.to(dtype))
 
 
 # -- token permutation ------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from miles.kernels.batch_invariant import topk_router as invariant_router
 from miles.kernels.batch_invariant.attention_split_kv import BatchInvariantSplitKVPlan
 from miles.kernels.fused import (
     activation,
+    adamw,
     fused_logprob,
     gemv,
     grad_sum,
@@ -347,6 +348,14 @@ def _gathered_row_gradients() -> None:
 def _gradient_sum() -> None:
     total = grad_sum.launch_add_grad(None, _empty(9000))
     grad_sum.launch_add_grad(total, _empty(9000))
+
+
+@case("", "clipped")
+def _adamw(kind: str) -> None:
+    wide = partial(_empty, 9000, dtype=torch.float32)
+    params = adamw.AdamWParams(lr=1e-5, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0.1, step=1)
+    scale = _empty(dtype=torch.float32) if kind else None
+    adamw.fused_adamw(_empty(9000), wide(), wide(), (wide(), wide()), params, scale=scale)
 
 
 @case()

@@ -19,10 +19,12 @@ from miles.backends.native.engine.forward_batch import ForwardBatch, SamplingBat
 from miles.backends.native.runner.cuda_graph import CudaGraphRunner, GraphKey
 from miles.backends.native.runner.model_runner import ModelRunner
 from miles.kernels.attention.gather_rows import index_rows
+from miles.kernels.fused.adamw import AdamWParams, fused_adamw
+from miles.kernels.fused.grad_sum import launch_add_grad
 from miles.kernels.numerics import Numerics
 from miles.kernels.runtime.checksum import compute_checksums
 from miles.kernels.runtime.fake_gpu import DEVICE, Target, fake_gpu, stub_heavy_imports
-from miles.kernels.runtime.triton_compat import start_hashing_triton
+from miles.kernels.runtime.triton_compat import start_hashing_triton, use_triton_training
 from miles.launch.config import Config
 from miles.launch.precompile.compiler import ParallelCompiler
 from miles.models.checkpoint import hf
@@ -118,6 +120,20 @@ class RunSteps:
             logp_R, entropy_R = compute_logprobs(output, tokens_T[rows_R], temperature=temperature, chunk=chunk)
             torch.autograd.backward(logp_R.sum() + entropy_R.sum() if with_entropy else logp_R.sum())
 
+    def launch_update(self) -> None:
+        """Sums of gradients over micro-batches, and the optimizer step of weights in half precision."""
+        train = self._config.train
+        weight = torch.empty(1024, dtype=self._dtype, device=DEVICE)
+        if not use_triton_training(weight):
+            return
+        total = launch_add_grad(None, weight)
+        launch_add_grad(total, weight)
+        if train.optimizer != "adam" or train.optimizer_state_dtype != "float32" or train.optimizer_cpu_offload:
+            return
+        params = AdamWParams(lr=1e-6, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0.1, step=1)
+        for scale in (None, torch.empty((), device=DEVICE)):
+            fused_adamw(weight, total, total, (total, total), params, scale=scale)
+
 
 def _build_prefill(tokens: int, decodes: int, *, page_size: int) -> ForwardBatch:
     """A step of ``decodes`` sequences with one token, and two prompts of ``tokens`` in all."""
@@ -177,6 +193,7 @@ def compile_run(config: Config, on_ready: Callable[[], object]) -> bool:
         )
         others = (
             steps.launch_training,
+            steps.launch_update,
             lambda: steps.launch_prefill(runner, decodes=2),
             lambda: _launch_graphs(graphs, rest),
         )

@@ -1,6 +1,7 @@
 """AdamW with optionally quantized moments and host-offloaded moments and master weights.
 
-If both are float32 and on the parameters' device, one fused call updates everything. Otherwise each parameter is
+If both are float32 and on the parameters' device, each large parameter is updated by one kernel that also clips the
+gradient and rounds the master, and the others together by one fused call of torch. Otherwise each parameter is
 processed in slices that are fetched, dequantized, updated and written back, so that only a few slices exist twice.
 """
 
@@ -14,9 +15,16 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from miles.kernels.fused.adamw import AdamWParams, can_fuse_adamw, fused_adamw
 from miles.train.config import TrainConfig
 from miles.train.optim import offload_pipeline
-from miles.train.optim.master_weights import StateDevice, TrainedParam, copy_masters_to_params, select_state_device
+from miles.train.optim.master_weights import (
+    StateDevice,
+    TrainedParam,
+    copy_masters_to_params,
+    scale_grads,
+    select_state_device,
+)
 from miles.train.optim.quantized_state import make_random_fn, select_formats
 from miles.train.optim.state import OptimizerMoments
 
@@ -38,8 +46,8 @@ class Adam:
         self._steps: dict[str, int] = {}
         self._state_device: StateDevice | None = None
 
-    def step(self, lr: float, update: int) -> None:
-        """Apply the gradients; ``update`` is the number of the optimizer step in the run."""
+    def step(self, lr: float, update: int, scale: Tensor | None = None) -> None:
+        """Apply the gradients, multiplied by ``scale``; ``update`` is the number of the optimizer step in the run."""
         params = [p for p in self._params if p.grad is not None and p.parameter.numel()]
         if not params:
             return
@@ -47,8 +55,9 @@ class Adam:
             if param.name not in self._moments:
                 self._moments[param.name] = self._create_moments(param)
         if self._config.optimizer_state_dtype == "float32" and not self._offloaded:
-            self._update_fused(params, lr)
+            self._update_on_device(params, lr, scale)
         else:
+            scale_grads(params, scale)
             offload_pipeline.run(self._build_jobs(params, lr, update), params[0].device)
         for param in params:
             self._steps[param.name] = self._steps.get(param.name, 0) + 1
@@ -89,7 +98,32 @@ class Adam:
         first, second = select_formats(self._config.optimizer_state_dtype, param.parameter.numel())
         return OptimizerMoments(param, {FIRST: first, SECOND: second}, device)
 
-    def _update_fused(self, params: Sequence[TrainedParam], lr: float) -> None:
+    def _update_on_device(self, params: Sequence[TrainedParam], lr: float, scale: Tensor | None) -> None:
+        rest: list[TrainedParam] = []
+        # The largest first, so that the GPU is busy while the host launches the others.
+        for param in sorted(params, key=lambda p: -p.parameter.numel()):
+            grad, moments = param.grad, self._moments[param.name].slice(0, param.parameter.numel())
+            assert grad is not None
+            if param.is_own_master or not can_fuse_adamw(param.parameter, param.master, grad):
+                rest.append(param)
+                continue
+            step = self._build_step(lr, self._steps.get(param.name, 0) + 1, decayed=param.is_decayed)
+            fused_adamw(param.parameter.detach(), param.master, grad, (moments[0], moments[1]), step, scale=scale)
+        scale_grads(rest, scale)
+        self._update_together(rest, lr)
+
+    def _build_step(self, lr: float, step: int, *, decayed: bool) -> AdamWParams:
+        config = self._config
+        return AdamWParams(
+            lr=lr,
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay if decayed else 0.0,
+            step=step,
+        )
+
+    def _update_together(self, params: Sequence[TrainedParam], lr: float) -> None:
         for decayed in (True, False):
             group = [p for p in params if p.is_decayed == decayed]
             moments = [self._moments[p.name].slice(0, p.parameter.numel()) for p in group]

@@ -95,6 +95,14 @@ def copy_masters_to_params(params: Sequence[TrainedParam]) -> None:
         )
 
 
+@torch.no_grad()
+def scale_grads(params: Sequence[TrainedParam], factor: Tensor | None) -> None:
+    """Multiply the gradients by ``factor``, a scalar on their device; None leaves them."""
+    grads = [p.grad for p in params if p.grad is not None]
+    if grads and factor is not None:
+        torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
 # -- device of the optimizer state ------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from torch import distributed as dist
 from miles.models.optim_groups import MuonMatrices
 from miles.train.config import TrainConfig
 from miles.train.optim import offload_pipeline
-from miles.train.optim.master_weights import StateDevice, TrainedParam, select_state_device
+from miles.train.optim.master_weights import StateDevice, TrainedParam, scale_grads, select_state_device
 from miles.train.optim.quantized_state import make_random_fn, select_formats
 from miles.train.optim.state import OptimizerMoments
 
@@ -72,8 +72,9 @@ class Muon:
         self._unsharded: set[str] | None = None
 
     @torch.no_grad()
-    def step(self, lr: float, update: int) -> None:
-        """Apply the gradients. A shard without a gradient counts as zeros."""
+    def step(self, lr: float, update: int, scale: Tensor | None = None) -> None:
+        """Apply the gradients, multiplied by ``scale``. A shard without a gradient counts as zeros."""
+        scale_grads(self._params, scale)
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if self._unsharded is None:
             self._unsharded = self._find_unsharded()

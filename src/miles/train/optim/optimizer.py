@@ -33,7 +33,7 @@ class GradientError(MilesError):
 class UpdateRule(Protocol):
     """Update rule of some of the parameters, with its state."""
 
-    def step(self, lr: float, update: int) -> None: ...
+    def step(self, lr: float, update: int, scale: Tensor | None = None) -> None: ...
     def state_factories(self) -> dict[str, Callable[[], Tensor]]: ...
     def load(self, state: dict[str, Tensor]) -> None: ...
     def move(self, device: torch.device) -> None: ...
@@ -117,13 +117,13 @@ class Optimizer:
             message = format_gradient_error(self.updates + 1, norm, self._find_first_bad(), self._lr_flag)
             self._zero_grad()
             raise GradientError(message)
-        clip = self._config.clip_grad
+        clip, scale = self._config.clip_grad, None
         if clip and norm > clip and grads:
-            _scale(list(grads.values()), torch.clamp(clip / (total + 1e-6), max=1.0))
+            scale = torch.clamp(clip / (total + 1e-6), max=1.0).to(next(iter(grads.values())).device)
         grads.clear()
         update = self.updates + 1
         for rule, schedule in zip(self._rules, self._rule_schedules, strict=True):
-            rule.step(lr if lr is not None and schedule is self._schedule else schedule.at(update), update)
+            rule.step(lr if lr is not None and schedule is self._schedule else schedule.at(update), update, scale)
         self._zero_grad()
         self.updates = update
         return norm, self._schedule.at(update) if lr is None else lr
@@ -238,8 +238,3 @@ def format_gradient_error(update: int, norm: float, first: str | None, lr_flag: 
 def full_grad_norm(grads: Mapping[str, Tensor]) -> Tensor:
     """Return the norm of an unsharded gradient."""
     return get_total_norm(list(grads.values()), foreach=True) if grads else torch.zeros(())
-
-
-@torch.no_grad()
-def _scale(grads: list[Tensor], factor: Tensor) -> None:
-    torch._foreach_mul_(grads, factor.to(grads[0].device))  # pyright: ignore[reportPrivateImportUsage]
