@@ -19,7 +19,7 @@ import torch
 from tests.kernels.compiled.fake_gpu import DEVICE, NotUsed, run_program
 from torch import Tensor
 
-from miles.kernels.attention import decode_bs1, gather_rows, mla, paged_decode, paged_prefill
+from miles.kernels.attention import decode_bs1, dense_prefill, gather_rows, mla, paged_decode, paged_prefill
 from miles.kernels.attention.bidirectional_triton import attend_segments, has_tma
 from miles.kernels.attention.params import AttentionParams, PagedAttentionParams
 from miles.kernels.attention.split_kv import SplitKVPlan
@@ -348,6 +348,12 @@ def _gathered_row_gradients() -> None:
 def _gradient_sum() -> None:
     total = grad_sum.launch_add_grad(None, _empty(9000))
     grad_sum.launch_add_grad(total, _empty(9000))
+
+
+@case(128, 64)
+def _partial_attention(width: int) -> None:
+    out, lse = _empty(4096, H, width), _empty(1, H, 4096, 1, dtype=torch.float32)
+    dense_prefill.merge_partial_attention(out, lse, out.transpose(0, 1)[None], lse)
 
 
 @case("", "clipped")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from miles.kernels.attention import decode_bs1
+from miles.kernels.attention.dense_prefill import DensePrefill, can_attend_dense, dense_prefill_attention
 from miles.kernels.attention.mla import count_head_tiles, mla_decode_attention, mla_prefill_attention
 from miles.kernels.attention.paged_decode import decode_attention
 from miles.kernels.attention.paged_prefill import prefill_attention
@@ -92,7 +93,8 @@ class StepMetadata:
     ``slots_T`` are the KV-cache slots of the new tokens, ``req_slots_B`` the rows of the block table; the first
     ``num_decodes`` sequences have one new token each, ``prefill_tiles`` cover the tokens of the others. ``starts_B``
     tokens are before those of each of the former; None if their rope positions are these numbers. Tokens of prefill
-    tiles attend to positions before ``visible_ends_T``; None: up to their own. The attention of tokens that are in no
+    tiles attend to positions before ``visible_ends_T``; None: up to their own. Layers with plain attention compute the
+    chunks of ``dense`` with cuDNN. The attention of tokens that are in no
     tile and no plan is zero if the step ``has_padding``; otherwise there are none. ``states`` are the
     recurrent states of a model that has recurrent layers.
     """
@@ -105,6 +107,7 @@ class StepMetadata:
     has_prefixes: bool
     prefill_tiles: Tensor | None
     page_size: int
+    dense: DensePrefill | None = None
     starts_B: Tensor | None = None
     visible_ends_T: Tensor | None = None
     states: StepStates | None = None
@@ -214,10 +217,16 @@ class TritonAttentionBackend:
                 out=out_THe[: step.num_decodes],
             )
         if step.prefill_tiles is not None:
-            tiles, ends_T = step.prefill_tiles, None if params.ignores_spans else step.visible_ends_T
-            prefill_attention(
-                q_THd, keys, values, step.block_table_BM, tiles, paged, visible_ends_T=ends_T, out=out_THe
-            )
+            tiles: Tensor | None = step.prefill_tiles
+            ends_T = None if params.ignores_spans else step.visible_ends_T
+            if step.dense is not None and can_attend_dense(q_THd, keys, values, paged):
+                tiles = step.dense.tiles
+                for chunk in step.dense.chunks:
+                    dense_prefill_attention(q_THd, keys, values, chunk, paged.scale, out_THe)
+            if tiles is not None:
+                prefill_attention(
+                    q_THd, keys, values, step.block_table_BM, tiles, paged, visible_ends_T=ends_T, out=out_THe
+                )
         return out_THe
 
     def _attend_mla(self, q_THd: Tensor, cache: LayerKVCache, params: AttentionParams, value_dim: int) -> Tensor:

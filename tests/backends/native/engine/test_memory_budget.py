@@ -81,7 +81,7 @@ def test_a_step_takes_more_prompt_tokens_on_an_accelerator_and_of_a_little_model
 
 def test_prompts_wait_only_where_decode_steps_are_recorded_and_prefills_are_not():
     def resolve(config, uses_cuda_graphs, captures_prefill):
-        return resolve_prefill_delay(config, uses_cuda_graphs=uses_cuda_graphs, captures_prefill=captures_prefill)
+        return resolve_prefill_delay(config, uses_cuda_graphs, captures_prefill)
 
     assert resolve(NativeConfig(), False, False) == 0 == resolve(NativeConfig(), True, True)
     assert resolve(NativeConfig(), True, False) > 0

@@ -28,6 +28,7 @@ from miles.backends.native.engine.head_draft import DraftHead, HeadDrafter
 from miles.backends.native.engine.lora import LoraRegistry, LoraShape, LoraSlotTable, ServedAdapter
 from miles.backends.native.engine.memory_budget import (
     count_cached_states,
+    resolve_chunk_unit,
     resolve_prefill_chunk,
     resolve_prefill_delay,
 )
@@ -243,14 +244,13 @@ class NativeEngine:
         )
 
     def _build_scheduler(self, config: NativeConfig, running_batch: RunningBatch, decode: DecodeFn | None) -> Scheduler:
-        delay = resolve_prefill_delay(
-            config, uses_cuda_graphs=self._runner.uses_cuda_graphs, captures_prefill=self._runner.captures_prefill
-        )
+        runner, platform = self._runner, self._platform
         return Scheduler(
             running_batch,
-            prefill_chunk=resolve_prefill_chunk(self.spec, config, self._platform),
+            prefill_chunk=resolve_prefill_chunk(self.spec, config, platform),
             decode=decode,
-            prefill_delay=delay,
+            chunk_unit=resolve_chunk_unit(platform, self.numerics),
+            prefill_delay=resolve_prefill_delay(config, runner.uses_cuda_graphs, runner.captures_prefill),
             speculation=self._speculation,
             num_draft_states=config.count_draft_states(True) if self.spec.recurrent else None,
         )

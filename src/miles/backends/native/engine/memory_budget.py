@@ -7,6 +7,7 @@ import torch
 from miles.backends.native.config import NativeConfig
 from miles.cluster.platform import Platform
 from miles.core.errors import UsageError
+from miles.kernels.attention.dense_prefill import dense_prefill_unit
 from miles.kernels.numerics import Numerics
 from miles.models.accounting.image_features import vision_bytes
 from miles.models.accounting.params import forward_flops_per_token, kv_bytes_per_token, state_bytes_per_sequence
@@ -30,7 +31,12 @@ def resolve_prefill_chunk(spec: DecoderSpec, config: NativeConfig, platform: Pla
     return _GPU_CHUNK * (2 if forward_flops_per_token(spec) < _SMALL_MODEL_FLOPS else 1)
 
 
-def resolve_prefill_delay(config: NativeConfig, *, uses_cuda_graphs: bool, captures_prefill: bool) -> int:
+def resolve_chunk_unit(platform: Platform, numerics: Numerics) -> int:
+    """Return the multiple of tokens at which chunks of long prompts end: where dense attention computes them."""
+    return 1 if numerics.batch_invariant else dense_prefill_unit(platform.device)
+
+
+def resolve_prefill_delay(config: NativeConfig, uses_cuda_graphs: bool, captures_prefill: bool) -> int:
     """Return the maximum steps a prefill is delayed: 0 without CUDA graphs, since then all steps cost the same.
 
     By default it is 0 too where steps with prefill are CUDA graphs, which cost the host as little as others.

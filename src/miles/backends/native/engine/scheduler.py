@@ -95,6 +95,7 @@ class Scheduler:
 
     ``must_clear_cache``: the KV cache may hold numbers that are not finite, which spoil whoever gets their pages next.
     A model with recurrent layers has room for the states after ``num_draft_states`` drafted tokens; others need none.
+    Chunks that do not finish a long prompt end at multiples of ``chunk_unit`` tokens, which attention may need.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Scheduler:
         *,
         prefill_chunk: int,
         decode: DecodeFn | None,
+        chunk_unit: int = 1,
         prefill_delay: int = 0,
         speculation: Speculation | None = None,
         num_draft_states: int | None = None,
@@ -112,6 +114,7 @@ class Scheduler:
         self.must_clear_cache = False
         self.prefill_delay = PrefillDelay(prefill_delay)
         self._prefill_chunk = prefill_chunk
+        self._chunk_unit = chunk_unit
         self._decode = decode
         self._speculation = speculation
         self._num_draft_states = num_draft_states
@@ -170,7 +173,7 @@ class Scheduler:
         chunks, budget = list[PrefillChunk](), self._prefill_chunk
         for slot, todo in zip(slots_R[todo_R > 1].tolist(), todo_R[todo_R > 1].tolist(), strict=True):
             if budget > 0:
-                chunks.append(self._start_chunk(running.req_at(slot), min(todo, budget)))
+                chunks.append(self._start_chunk(running.req_at(slot), todo, budget))
                 budget -= chunks[-1].length
         if self.waiting and self.prefill_delay.should_admit(
             self.waiting[: slots.free],
@@ -382,9 +385,12 @@ class Scheduler:
                 return
         self.running_batch.add_page(req)
 
-    def _start_chunk(self, req: Req, count: int) -> PrefillChunk:
-        """Compute ``count`` tokens of a prompt (or of a recompute) in this step, if that cuts no bidirectional span."""
+    def _start_chunk(self, req: Req, todo: int, budget: int) -> PrefillChunk:
+        """Compute up to ``budget`` of the ``todo`` tokens of a prompt (or of a recompute) in this step, if that cuts no
+        bidirectional span.
+        """
         start = int(self.running_batch.slots.num_computed_S[req.slot])
+        count = end_at_unit(start, todo, budget, self._chunk_unit)
         count = self.running_batch.align_chunk(req, start, count)
         if req.images is not None:
             count = req.images.limit_chunk(start, start + count) - start
@@ -410,7 +416,7 @@ class Scheduler:
                 if budget <= 0 or not running.admit(req):
                     break
                 todo = len(req.tokens) - int(running.slots.num_computed_S[req.slot])
-                chunk = self._start_chunk(req, min(todo, budget))
+                chunk = self._start_chunk(req, todo, budget)
                 budget -= chunk.length
                 if todo == 1:
                     decodes.append(req.slot)
@@ -597,3 +603,17 @@ class Scheduler:
             self._speculation.observe(req)
         for follower in self.running_batch.release(req):
             self.submit(follower)
+
+
+def end_at_unit(start: int, todo: int, budget: int, unit: int) -> int:
+    """Return how many of ``todo`` prompt tokens behind ``start`` a step computes that has room for ``budget``.
+
+    A chunk that does not finish its prompt ends at a multiple of ``unit``, if there is room for two units.
+
+    >>> end_at_unit(0, 20_000, 16_384, 4096), end_at_unit(16_384, 3_616, 16_384, 4096)
+    (16384, 3616)
+    >>> end_at_unit(0, 9_000, 8_500, 4096), end_at_unit(1_040, 30_000, 16_384, 4096)
+    (8192, 15344)
+    """
+    count = min(todo, budget)
+    return count - (start + count) % unit if 2 * unit <= count < todo else count

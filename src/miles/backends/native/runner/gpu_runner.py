@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from miles.backends.native.engine.forward_batch import ForwardBatch, SamplingBatch
@@ -18,6 +19,13 @@ from miles.backends.native.runner.lora import LoraRunner
 from miles.backends.native.runner.sampler import SendArrays
 from miles.backends.native.runner.step_inputs import StepInputs
 from miles.core.types import Array
+from miles.kernels.attention.dense_prefill import (
+    DenseChunk,
+    DensePrefill,
+    drop_dense_tiles,
+    find_dense_chunks,
+    has_dense_prefill,
+)
 from miles.kernels.attention.gpu_backend import DecodeShape, SplitKVPlans, StepMetadata, TritonAttentionBackend
 from miles.kernels.attention.mla import count_head_tiles
 from miles.kernels.attention.paged_prefill import build_prefill_tiles
@@ -69,6 +77,7 @@ class GpuRunner:
         self._device = device
         self._numerics = numerics
         self._warmed_up: set[GraphKey] = set()
+        self._has_dense_prefill = has_dense_prefill(device)
 
     def build_graph_runner(
         self,
@@ -134,12 +143,32 @@ class GpuRunner:
             has_prefixes=has_prefixes,
             prefill_tiles=tiles_I4 if len(tiles) else None,
             page_size=size,
+            dense=self._build_dense_prefill(batch, tiles, block_table_BM),
             starts_B=starts_B,
             visible_ends_T=ends_T,
             states=states,
         )
         backend_class = BatchInvariantTritonBackend if self._numerics.batch_invariant else TritonAttentionBackend
         return backend_class(cache, step)
+
+    def _build_dense_prefill(
+        self, batch: ForwardBatch, tiles_I4: NDArray[np.int32], block_table_BM: Tensor
+    ) -> DensePrefill | None:
+        """Return the long chunks of a step that cuDNN computes; None if there are none."""
+        if self._numerics.batch_invariant or batch.visible_ends_T is not None or not self._has_dense_prefill:
+            return None
+        n, size = batch.num_decodes, self._page_size
+        found = find_dense_chunks(batch.starts_B[n:], batch.counts_B[n:], n)
+        if not found:
+            return None
+        offsets_p = torch.arange(size, device=self._device)
+        chunks: list[DenseChunk] = []
+        for sequence, row, count, start in found:
+            pages_m = block_table_BM[n + sequence, : -(-(start + count) // size)].long()
+            slots = (pages_m[:, None] * size + offsets_p).flatten()[: start + count]
+            chunks.append(DenseChunk(row, count, start, slots))
+        (rest,) = self._send(drop_dense_tiles(tiles_I4, found))
+        return DensePrefill(chunks, rest if len(rest) else None)
 
     def sample(self, logits_DV: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
         """Return one token per row and its log-prob."""
