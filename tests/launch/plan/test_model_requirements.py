@@ -115,5 +115,5 @@ def test_needs_are_told_without_loading_torch():
 def test_the_needs_with_gradient_checkpointing_are_shown_too(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "Qwen3-30B-A3B"]) == 0
     plain, checkpointed = capsys.readouterr().out.splitlines()[-2:]
-    assert "119 of 141 GB" in plain
+    assert "83 of 141 GB" in plain
     assert checkpointed.split()[:2] == ["with", "--gradient-checkpointing"] and "5 of 141 GB" in checkpointed

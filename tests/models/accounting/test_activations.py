@@ -125,4 +125,4 @@ def test_recurrent_layers_are_counted_in_the_chunks_they_are_computed_in():
 
 
 def test_the_logits_held_at_once_are_those_the_trainer_makes_at_once():
-    assert {False: logprobs._CHUNK_ELEMENTS["cpu"], True: logprobs._CHUNK_ELEMENTS["cuda"]} == activations._LOGITS
+    assert {False: logprobs._CHUNK_ELEMENTS["cpu"], True: logprobs._CHUNK_ELEMENTS["cuda"]} == activations._CHUNK_LOGITS

@@ -101,9 +101,9 @@ def _adamw_kernel(
         grad_B *= tl.load(scale_ptr)
     first_B = beta1 * tl.load(first_ptr + index_B, valid_B, other=0.0) + rest1 * grad_B
     second_B = beta2 * tl.load(second_ptr + index_B, valid_B, other=0.0) + rest2 * grad_B * grad_B
-    denominator_B = tl.sqrt_rn(second_B) * second_correction + eps
+    denominator_B = tl.sqrt(second_B) * second_correction + eps
     master_B = decay * tl.load(master_ptr + index_B, valid_B, other=0.0)
-    master_B -= step_size * tl.div_rn(first_B, denominator_B)
+    master_B -= step_size * (first_B / denominator_B)
     tl.store(first_ptr + index_B, first_B, valid_B)
     tl.store(second_ptr + index_B, second_B, valid_B)
     tl.store(master_ptr + index_B, master_B, valid_B)

@@ -1,7 +1,8 @@
 """Activation memory of a training step: what autograd saves of a micro-batch until backward, from the spec. No torch.
 
-Counted are the saved tensors, module by module, in values per token; temporary memory of kernels is about one more
-layer, or what quantizing a weight takes where that is more.
+Counted are the saved tensors, module by module, in values per token. The peak is either at the end of the forward
+pass, when the logits of some tokens exist, or in the backward pass of the last layer, whose temporary memory is about
+one more layer (and one if it is recomputed), or what quantizing a weight takes where that is more.
 On an accelerator norms, gates and attention are fused kernels and save less (``fused``), and in half precision so is
 what lies between a projection and attention.
 
@@ -43,10 +44,8 @@ from miles.precision.formats import QuantizationSpec
 
 RecomputeMode = Literal["none", "selective", "full"]
 
-# Numbers whose logits exist at once in a training step, and how many such tensors the step holds at its widest. (In
-# half precision on an accelerator they are twice as many, and the gradients are half as wide: the same.)
-_LOGITS = {False: 1 << 24, True: 1 << 27}
-_LOGIT_COPIES = 3
+# Logits of a chunk, by whether it is on an accelerator; the training kernels take twice as many there.
+_CHUNK_LOGITS = {False: 1 << 24, True: 1 << 27}
 MAX_KEPT_LOGIT_GRADS = 5 << 29
 """Gradients of logits that a step on an accelerator keeps in half precision; of more, logits are computed twice."""
 
@@ -467,6 +466,22 @@ def _matmul_output_bytes(setting: _LayerSetting, width: int, size: int, fused: b
     return outputs.attended * size + outputs.linear * linear + outputs.routed * routed + outputs.statistics
 
 
+def _head_bytes(
+    spec: DecoderSpec, tokens: int, size: int, fused: bool, *, is_trained: bool, keeps_grads: bool
+) -> float:
+    """Compute what log-probs take at their widest: logits of a chunk in float32, those of the chunk before or their
+    gradients, and gradients of the output layer, or of all logits where these are kept.
+    """
+    has_kernel = fused and size < 4
+    rows = min(tokens, max(1, _CHUNK_LOGITS[fused] * (2 if has_kernel else 1) // spec.vocab_size))
+    chunk = rows * spec.vocab_size * 4.0
+    if has_kernel and keeps_grads:
+        return tokens * spec.vocab_size * size + 2 * chunk
+    # The float32 gradient of the output layer, which an adapter of it does without.
+    head_gradient = 4.0 * spec.vocab_size * spec.hidden_size if is_trained else 0.0
+    return chunk * (2 if has_kernel else 3) + head_gradient
+
+
 def activation_bytes(
     spec: DecoderSpec,
     tokens: int,
@@ -498,21 +513,18 @@ def activation_bytes(
     saved = sum(layers[setting] for setting in settings[recomputed:])
     if recomputed:
         streams = spec.streams if spec.altup is None else spec.altup.streams
-        saved += recomputed * streams * spec.hidden_size * size / sequence + largest
+        saved += recomputed * streams * spec.hidden_size * size / sequence
         selective = settings[:recomputed] if mode == "selective" else []
         saved += sum(_matmul_output_bytes(setting, spec.hidden_size, size, fused) for setting in selective)
     workspace = quantize_workspace_bytes(spec, size=size, fused=fused, experts=experts)
-    body = tokens * (saved + 4 * spec.hidden_size * size + stream_bytes(spec, size)) + max(tokens * largest, workspace)
-    rows = min(tokens, max(1, _LOGITS[fused] // spec.vocab_size))
-    # The float32 gradient of the output layer, which an adapter of it does without.
-    head_gradient = 0 if lora is not None else 4 * spec.vocab_size * spec.hidden_size
-    head = rows * spec.vocab_size * 4 * _LOGIT_COPIES + head_gradient
-    if keeps_logit_grads and fused and size < 4:
-        # They are kept while a chunk's logits exist, and the gradient of the head is then one matmul.
-        head = tokens * spec.vocab_size * size + 2 * rows * spec.vocab_size * 4
+    # The hidden states behind the last layer, before and after their norm.
+    body = tokens * (saved + 2 * spec.hidden_size * size + stream_bytes(spec, size))
+    head = _head_bytes(spec, tokens, size, fused, is_trained=lora is None, keeps_grads=keeps_logit_grads)
+    again = largest if recomputed == len(settings) else 0.0
+    body += max(head, tokens * again + max(tokens * largest, workspace))
     factors = 0
     is_packed = spec.quantization is not None and spec.quantization.packed
     if lora is not None and (is_packed or lora.unmerged):
         # Beside a base the factors are saved in the model's dtype, too; if recomputed, one layer's at a time.
         factors = lora.num_parameters * size // (len(settings) if recomputed == len(settings) else 1)
-    return round(body + head + factors)
+    return round(body + factors)
