@@ -35,11 +35,11 @@ def start_engine(folder: Path, args: argparse.Namespace, **options: Any) -> Any:
     )
 
 
-def measure(answer: Callable[[int | None], None], flush: Callable[[], Any]) -> float:
-    """Seconds of the faster of two runs behind a short one, each with an empty prefix cache."""
+def measure(answer: Callable[[int | None], None], flush: Callable[[], Any], rounds: int = 2) -> float:
+    """Seconds of the fastest of some runs behind a short one, each with an empty prefix cache."""
     answer(4)
     seconds = []
-    for _ in range(2):
+    for _ in range(rounds):
         flush()
         began = time.perf_counter()
         answer(None)
@@ -99,7 +99,7 @@ def measure_lora(args: argparse.Namespace, folder: Path) -> None:
             out = engine.generate(input_ids=prompts, sampling_params=how, return_logprob=True, lora_path=chosen)
             assert [len(one["meta_info"]["output_token_logprobs"]) for one in out] == [new or n for n in lengths]
 
-        rate = sum(lengths) / measure(answer, engine.flush_cache)
+        rate = sum(lengths) / measure(answer, engine.flush_cache, args.rounds)
         engine.shutdown()
         base = rate if side == "base" else base
         print(f"sglang lora {args.model} {side}: {rate:,.0f} tok/s, {100 * rate / base:.1f} % of base", flush=True)
@@ -176,6 +176,7 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", default=["base", "one", "many"], choices=("base", "one", "many"))
     parser.add_argument("--attention", default="fa3")
     parser.add_argument("--mm-attention", default=None, help="attention backend of SGLang's vision tower")
+    parser.add_argument("--rounds", type=int, default=2, help="measured runs of a side of lora")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     args.model = args.model or ("Qwen3-8B" if args.part == "lora" else "tiny" if args.tiny else "Qwen3-VL-8B")
