@@ -8,7 +8,8 @@ what a causal triangle needs (3.5 forwards); the rest in microseconds beside the
 
 Parts: ``attention`` of long sequences, and of the short ones and shared prompts of a GRPO step; ``operations`` fused
 kernels; ``head`` log-probs by chunk size; ``moe`` the permutation of tokens; ``sums`` gradients of gathered rows and
-float32 gradient sums; ``tiles`` norms and heads by the size of their tiles.
+float32 gradient sums; ``optimizer`` clipping, AdamW and rounding, in one kernel and in torch's; ``tiles`` norms and
+heads by the size of their tiles.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim.adamw import adamw
 from torch.profiler import ProfilerActivity, profile
 
 from miles.kernels.attention.gather_rows import sum_copies
@@ -32,6 +34,7 @@ from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend, BatchInvariantVarlenBackend
 from miles.kernels.fused import qk_norm_rope_autograd, rms_norm_autograd
 from miles.kernels.fused.activation import apply_activation, gated_activation_training
+from miles.kernels.fused.adamw import AdamWParams, fused_adamw
 from miles.kernels.fused.grad_sum import add_grad
 from miles.kernels.fused.qk_norm_rope import QKVShape
 from miles.kernels.fused.qk_norm_rope_autograd import qk_norm_rope_training
@@ -227,6 +230,25 @@ def sums() -> None:
         print(f"| float32 sum of {size:,} bfloat16 gradients | {ours:,.0f} | {theirs:,.0f} |", flush=True)
 
 
+def optimizer(size: int = 403_000_320) -> None:
+    """AdamW of bfloat16 weights with float32 masters, the gradient clipped: one kernel, and torch's three passes."""
+    weight, second = normal(size).detach(), torch.full((size,), 1e-3, device="cuda")
+    master, grad, first = weight.float(), torch.randn(size, device="cuda"), torch.zeros(size, device="cuda")
+    scale, step = torch.tensor(0.5, device="cuda"), [torch.ones((), device="cuda")]
+    params = AdamWParams(lr=1e-5, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0.1, step=3)
+    rest: dict[str, Any] = {"fused": True, "amsgrad": False, "maximize": False, "lr": 1e-5, "weight_decay": 0.1}
+
+    def in_torch() -> None:
+        grad.mul_(scale)
+        adamw([master], [grad], [first], [second], [], step, beta1=0.9, beta2=0.98, eps=1e-8, **rest)
+        weight.copy_(master)
+
+    ways = (lambda: fused_adamw(weight, master, grad, (first, second), params, scale=scale), in_torch)
+    ours, theirs = (seconds(way) for way in ways)
+    rates = f"{30 * size / ours / 1e12:.2f} and {46 * size / theirs / 1e12:.2f} TB/s of 30 and 46 bytes a value"
+    print(f"| AdamW of {size:,} values, {rates} | {1e6 * ours:,.0f} | {1e6 * theirs:,.0f} |", flush=True)
+
+
 def permutation(tokens: int = 8192, width: int = 2048, choices: int = 8, experts: int = 128) -> None:
     """Rows of experts, permuted and combined: by one kernel each way, and by gathers and matmuls."""
     rows = grouped_gemm.sort_rows_by_group(torch.rand(tokens, experts, device="cuda").topk(choices).indices, experts)
@@ -274,7 +296,7 @@ def sweep(run: Callable[[], tuple[Tensor, ...]], module: Any, choices: dict[str,
         print(f"| {module.__name__.rpartition('.')[2]}: {how} | {spent:,.0f} | |", flush=True)
 
 
-PARTS = ("attention", "operations", "head", "moe", "sums", "tiles")
+PARTS = ("attention", "operations", "head", "moe", "sums", "optimizer", "tiles")
 
 
 def main() -> None:
@@ -298,10 +320,9 @@ def main() -> None:
             head(model)
         if "tiles" in args.parts:
             tiles(model)
-    if "moe" in args.parts:
-        permutation()
-    if "sums" in args.parts:
-        sums()
+    for part, work in (("moe", permutation), ("sums", sums), ("optimizer", optimizer)):
+        if part in args.parts:
+            work()
 
 
 if __name__ == "__main__":
