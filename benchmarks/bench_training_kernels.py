@@ -34,7 +34,7 @@ from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend, BatchInvariantVarlenBackend
 from miles.kernels.fused import qk_norm_rope_autograd, rms_norm_autograd
 from miles.kernels.fused.activation import apply_activation, gated_activation_training
-from miles.kernels.fused.adamw import AdamWParams, fused_adamw
+from miles.kernels.fused.adamw import AdamwParams, fused_adamw
 from miles.kernels.fused.grad_sum import add_grad
 from miles.kernels.fused.qk_norm_rope import QKVShape
 from miles.kernels.fused.qk_norm_rope_autograd import qk_norm_rope_training
@@ -235,7 +235,7 @@ def optimizer(size: int = 403_000_320) -> None:
     weight, second = normal(size).detach(), torch.full((size,), 1e-3, device="cuda")
     master, grad, first = weight.float(), torch.randn(size, device="cuda"), torch.zeros(size, device="cuda")
     scale, step = torch.tensor(0.5, device="cuda"), [torch.ones((), device="cuda")]
-    params = AdamWParams(lr=1e-5, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0.1, step=3)
+    params = AdamwParams(lr=1e-5, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0.1, step=3)
     rest: dict[str, Any] = {"fused": True, "amsgrad": False, "maximize": False, "lr": 1e-5, "weight_decay": 0.1}
 
     def in_torch() -> None:

@@ -14,7 +14,7 @@ from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.kernels.fused import activation as activation_module
 from miles.kernels.fused import rms_norm as norm
 from miles.kernels.fused.activation import apply_activation, gated_activation_training
-from miles.kernels.fused.adamw import AdamWParams, fused_adamw
+from miles.kernels.fused.adamw import AdamwParams, fused_adamw
 from miles.kernels.fused.fused_logprob import LogitTransform, compute_logit_grads, reduce_logits
 from miles.kernels.fused.grad_sum import launch_add_grad
 from miles.kernels.fused.qk_norm_rope import QKVShape
@@ -308,7 +308,7 @@ def test_the_fused_adamw_step_is_that_of_torch_in_float64(dtype, size, decay, sc
     for step in range(1, 5):
         grad = random(size)
         kept = grad.clone()
-        params = AdamWParams(lr=1e-2, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=decay, step=step)
+        params = AdamwParams(lr=1e-2, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=decay, step=step)
         fused_adamw(weight, master, grad, (first, second), params, scale=factor)
         reference.grad = grad.double() * (scale or 1.0)
         optimizer.step()

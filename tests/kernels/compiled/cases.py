@@ -359,7 +359,7 @@ def _partial_attention(width: int) -> None:
 @case("", "clipped")
 def _adamw(kind: str) -> None:
     wide = partial(_empty, 9000, dtype=torch.float32)
-    params = adamw.AdamWParams(lr=1e-5, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0.1, step=1)
+    params = adamw.AdamwParams(lr=1e-5, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0.1, step=1)
     scale = _empty(dtype=torch.float32) if kind else None
     adamw.fused_adamw(_empty(9000), wide(), wide(), (wide(), wide()), params, scale=scale)
 

@@ -19,7 +19,7 @@ _MIN_SIZE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWParams:
+class AdamwParams:
     """Settings of an AdamW update; ``step`` counts from 1."""
 
     lr: float
@@ -47,7 +47,7 @@ def fused_adamw(
     master: Tensor,
     grad: Tensor,
     moments: tuple[Tensor, Tensor],
-    params: AdamWParams,
+    params: AdamwParams,
     *,
     scale: Tensor | None = None,
 ) -> None:

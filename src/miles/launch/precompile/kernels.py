@@ -19,7 +19,7 @@ from miles.backends.native.engine.forward_batch import ForwardBatch, SamplingBat
 from miles.backends.native.runner.cuda_graph import CudaGraphRunner, GraphKey
 from miles.backends.native.runner.model_runner import ModelRunner
 from miles.kernels.attention.gather_rows import index_rows
-from miles.kernels.fused.adamw import AdamWParams, fused_adamw
+from miles.kernels.fused.adamw import AdamwParams, fused_adamw
 from miles.kernels.fused.grad_sum import launch_add_grad
 from miles.kernels.numerics import Numerics
 from miles.kernels.runtime.checksum import compute_checksums
@@ -130,7 +130,7 @@ class RunSteps:
         launch_add_grad(total, weight)
         if train.optimizer != "adam" or train.optimizer_state_dtype != "float32" or train.optimizer_cpu_offload:
             return
-        params = AdamWParams(lr=1e-6, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0.1, step=1)
+        params = AdamwParams(lr=1e-6, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0.1, step=1)
         for scale in (None, torch.empty((), device=DEVICE)):
             fused_adamw(weight, total, total, (total, total), params, scale=scale)
 

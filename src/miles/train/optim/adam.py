@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from miles.kernels.fused.adamw import AdamWParams, can_fuse_adamw, fused_adamw
+from miles.kernels.fused.adamw import AdamwParams, can_fuse_adamw, fused_adamw
 from miles.train.config import TrainConfig
 from miles.train.optim import offload_pipeline
 from miles.train.optim.master_weights import (
@@ -112,9 +112,9 @@ class Adam:
         scale_grads(rest, scale)
         self._update_together(rest, lr)
 
-    def _build_step(self, lr: float, step: int, *, decayed: bool) -> AdamWParams:
+    def _build_step(self, lr: float, step: int, *, decayed: bool) -> AdamwParams:
         config = self._config
-        return AdamWParams(
+        return AdamwParams(
             lr=lr,
             beta1=config.adam_beta1,
             beta2=config.adam_beta2,
