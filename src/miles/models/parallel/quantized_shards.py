@@ -7,6 +7,7 @@ scale is divided between ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import accumulate
 
 from miles.models.checkpoint.param_map import build_param_map
@@ -22,6 +23,8 @@ def find_divided_block(spec: DecoderSpec, world: int) -> str | None:
     """Return which weight has blocks that ``world`` tensor-parallel ranks would divide, as the start of a sentence."""
     if world == 1 or spec.quantization is None:
         return None
+    # Blocks are those of the weight, whose shards are not those of the packed tensors.
+    spec = replace(spec, quantization=replace(spec.quantization, packed=False))
     rank_spec = shard_spec(spec, world)
     full_map, rank_map = build_param_map(spec), build_param_map(rank_spec)
     shards = compute_tp_shards(spec)

@@ -308,11 +308,14 @@ def _list_joins(spec: DecoderSpec) -> list[str]:
 
 
 def _packed_shards(name: str, weight: TpShard, quantized: QuantizedParam) -> TpShards:
-    """The shards of a packed parameter's tensors, which has a scale for each of its rows."""
+    """The shards of a packed parameter's tensors; ``find_divided_block`` says where ranks would divide a block of rows
+    that share a scale.
+    """
     format, world = quantized.format, quantized.tensor_parallel_size
     by_row = not weight.segments or weight.dim == (1 if weight.stacked else 0)
     if by_row:
-        data = scale = weight
+        data, block = weight, format.row_block(sum(quantized.segments), quantized.segments, world)
+        scale = replace(weight, segments=tuple(_count_blocks(segment, block) for segment in weight.segments))
     else:
         if world > 1 and format.quantizes_activations and format.activation_columns is None:
             raise UsageError(
@@ -342,6 +345,13 @@ def _factor_shards(name: str, weight: TpShard, lora: LoraLayout) -> TpShards:
     if weight.stacked:  # whose targets are one after the other in dimension 0, and have equal rows
         return {a: _REPLICATED, b: TpShard(dim=1, segments=tuple(own[: len(own) // len(lora.rows)]))}
     return {a: _REPLICATED, b: TpShard(segments=tuple(own))}
+
+
+def _count_blocks(segment: ShardSegment, block: int) -> ShardSegment:
+    """The segment in blocks of rows, of which every rank has whole ones."""
+    if segment.rows % block == 0:
+        return replace(segment, rows=segment.rows // block)
+    return ShardSegment(-(-segment.units * segment.rows // block))
 
 
 def _coarsen(name: str, weight: TpShard, columns: int, world: int) -> TpShard:
