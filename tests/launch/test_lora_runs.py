@@ -209,10 +209,6 @@ def test_upstreams_flags_are_taken(house, line):
             "--expert-tensor-parallel-size 1",
             "experts of layer 0 are sharded like its other layers",
         ),
-        (
-            "--lora-rank 8 --train-backend megatron --megatron-use-distributed-optimizer",
-            "adapters are whole on every rank",
-        ),
         ("--lora-rank 8 --fsdp-cpu-offload", "--lora-rank does not work with --fsdp-cpu-offload"),
         ("--lora-rank 8 --target-modules lm_head", "lm_head would change the embedding too"),
         ("--lora-rank 8 --target-modules lm_head --hf-checkpoint untied --use-dora", "does not work with --use-dora"),

@@ -7,8 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.backends.megatron.cases import ROUTED, samples, stepped, trainer_of, written
+from tests.backends.megatron.cases import (
+    ROUTED,
+    adapted,
+    load_frozen,
+    read_lora,
+    samples,
+    stepped,
+    trainer_of,
+    written,
+)
 
+from miles.backends.fsdp.lora_model import LoraModel
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.types import Batch
 from miles.models.checkpoint.safetensors_io import read_config
@@ -64,6 +74,48 @@ def carried(
             if model._buffers is not None:  # all that shares memory with the weights must follow them
                 model._buffers.relocate(torch.clone)
             return wanted, second(model, heir)
+        finally:
+            destroy_parallel_state()
+
+
+def carry_adapters(
+    rank: int,
+    world: int,
+    folder: Path,
+    made: tuple[ParallelDims, tuple[str, ...]],
+    read: tuple[ParallelDims, tuple[str, ...]],
+    out: Path,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
+    """The adapters of two steps in one layout, and of the second in another that took over what the first left; and
+    the bytes of moments of the first.
+    """
+    from tests.backends.megatron.shim import on_cpu
+
+    with on_cpu():
+        from miles.backends.megatron.parallel_state import destroy_parallel_state
+
+        lora = read_lora(folder)
+
+        def second(model: LoraModel, trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+            asyncio.run(trainer.step(Batch(step=1, samples=samples("qwen3", 4), num_groups=1)))
+            return {name: p.detach().clone() for name, p in model.adapters().parameters.items()}
+
+        try:
+            base = load_frozen(folder, made[0], made[1], lora)
+            model = adapted(base, folder, lora)
+            trainer = stepped(model, samples("qwen3"), base.dp_group, {})["trainer"]
+            asyncio.run(trainer.save(out / "checkpoint"))
+            size, wanted = trainer._optimizer.bytes, second(model, trainer)
+            destroy_parallel_state()
+            base = load_frozen(folder, read[0], read[1], lora)
+            heir = LoraModel(base, lora, base=folder, seed=3)
+            trainer = trainer_of(heir, {}, base.dp_group)
+            asyncio.run(trainer.load(out / "checkpoint"))
+            assert trainer._optimizer.updates == 1
+            # As if they had been moved to the host and back.
+            for parameter in heir.adapters().parameters.values():
+                parameter.data = parameter.data.clone()
+            return wanted, second(heir, trainer), size
         finally:
             destroy_parallel_state()
 

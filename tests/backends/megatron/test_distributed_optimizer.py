@@ -58,6 +58,32 @@ def test_either_optimizer_goes_on_from_the_others_checkpoint(tmp_path: Path, mad
         assert not cases.apart(found, wanted, 1e-4)
 
 
+@pytest.mark.parametrize(
+    ("made", "read"),
+    [
+        ((PARTS, DISTRIBUTED_OPTIMIZER), (PARTS, DISTRIBUTED_OPTIMIZER)),
+        ((PARTS, DISTRIBUTED_OPTIMIZER), (STAGES, ())),
+        ((TENSOR, ()), (STAGES, DISTRIBUTED_OPTIMIZER)),
+        ((CONTEXT, DISTRIBUTED_OPTIMIZER), (TENSOR, DISTRIBUTED_OPTIMIZER)),
+    ],
+    ids=str,
+)
+def test_adapters_whose_moments_are_shared_go_on_from_any_checkpoint(tmp_path: Path, made, read):
+    folder = cases.written(tmp_path / "model", "qwen3")
+    (tmp_path / "checkpoint").mkdir()
+    (sizes, flags), (others, more) = made, read
+    reported = ranks(
+        2, optimizer_ranks.carry_adapters, folder, (layout(sizes), flags), (layout(others), more), tmp_path
+    )
+    for wanted, found, _ in reported:
+        assert not cases.apart(found, wanted, 1e-5)
+        if made == read:
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    total = sum(tensor.numel() for tensor in reported[0][0].values())
+    shares = [total - total // 2, total // 2] if flags else [total, total]
+    assert [size for *_, size in reported] == [2 * 4 * share for share in shares]
+
+
 @pytest.mark.parametrize("sizes", [PARTS, STAGES], ids=str)
 def test_a_gradient_that_is_no_number_is_named_and_changes_nothing(tmp_path: Path, sizes: dict):
     folder, name = cases.written(tmp_path / "model", "qwen3"), "layers.2.mlp.down.weight"

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from tests.backends.megatron import cases
-from tests.backends.megatron.test_model import AGAIN, INTERLEAVED, Case, algo_of, layout
+from tests.backends.megatron.test_model import AGAIN, DISTRIBUTED_OPTIMIZER, INTERLEAVED, Case, algo_of, layout
 from tests.pool import ranks
 
 from miles.backends.fsdp.local_model import LocalModel
+from miles.core.types import Batch
 from miles.models.checkpoint import hf
 from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.families import spec_from_config
@@ -36,6 +37,10 @@ CASES = [
     Case("qwen3_moe", {"shard": 2, "expert": 2}),
     Case("qwen3_moe", {"tensor": 2, "sequence": True}),
     Case("qwen3", {"tensor": 2, "pipeline": 2, "sequence": True}),
+    Case("qwen3", {}, DISTRIBUTED_OPTIMIZER),
+    Case("qwen3", {"shard": 2}, DISTRIBUTED_OPTIMIZER),
+    Case("qwen3", {"tensor": 2, "pipeline": 2, "sequence": True}, DISTRIBUTED_OPTIMIZER),
+    Case("qwen3_moe", {"shard": 2, "expert": 2}, DISTRIBUTED_OPTIMIZER),
 ]
 
 
@@ -71,6 +76,7 @@ ANY_MODULE: dict[str, tuple[Case, str | None, dict[str, Any]]] = {
     "unmerged": (Case("qwen3", {"tensor": 2, "sequence": True}), None, {"unmerged": True}),
     "unmerged experts": (Case("deepseek_v3", {"shard": 2, "expert": 2}), PARTS, {"unmerged": True}),
     "unmerged, pipeline": (Case("qwen3", {"pipeline": 2}), None, {"unmerged": True}),
+    "DoRA, shared moments": (Case("qwen3", {"shard": 2}, DISTRIBUTED_OPTIMIZER), None, {"use_dora": True}),
     "output layer": (Case("qwen3 untied", {}), HEAD, {}),
     "output layer, tensor": (Case("qwen3 untied", {"tensor": 2}), HEAD, {}),
     "output layer, sequence": (Case("llama", {"tensor": 2, "sequence": True}), HEAD, {}),
@@ -124,12 +130,18 @@ def test_the_reference_is_the_base_with_the_adapters_off(tmp_path: Path):
         assert not cases.apart(found["grads"], wanted["grads"], 1e-4)
 
 
-@pytest.mark.parametrize("sizes", [{"tensor": 2, "sequence": True}, {"pipeline": 2}], ids=str)
-def test_a_checkpoint_is_continued_by_one_process_of_the_embedded_trainer(tmp_path: Path, sizes: dict[str, int]):
+@pytest.mark.parametrize(
+    ("sizes", "flags"),
+    [({"tensor": 2, "sequence": True}, ()), ({"pipeline": 2}, ()), ({"shard": 2}, DISTRIBUTED_OPTIMIZER)],
+    ids=str,
+)
+def test_a_checkpoint_is_continued_by_one_process_of_the_embedded_trainer(
+    tmp_path: Path, sizes: dict[str, int], flags: tuple[str, ...]
+):
     folder, batch, lora = cases.written(tmp_path / "model", "qwen3"), cases.samples("qwen3"), lora_of("qwen3")
     kept = tmp_path / "kept"
     kept.mkdir()
-    ranks(2, cases.shared_adapted, folder, layout(sizes), (), batch, {}, lora, kept)
+    ranks(2, cases.shared_adapted, folder, layout(sizes), flags, batch, {}, lora, kept)
     own = cases.alone_adapted(folder, batch, {}, lora)["trainer"]
     decoder = hf.load(folder, device="cpu", dtype=torch.float32)
     base = LocalModel(decoder, config=read_config(folder), frozen=True)
@@ -139,3 +151,6 @@ def test_a_checkpoint_is_continued_by_one_process_of_the_embedded_trainer(tmp_pa
     assert not cases.apart(dict(heir.weights()), dict(own.weights()), 1e-4)
     assert not cases.apart(heir.adapters().parameters, own.adapters().parameters, 1e-4)
     assert (kept / "adapter" / "adapter_config.json").exists()
+    for trainer in (own, heir):
+        asyncio.run(trainer.step(Batch(step=1, samples=cases.samples("qwen3", 4), num_groups=1)))
+    assert not cases.apart(heir.adapters().parameters, own.adapters().parameters, 1e-4)

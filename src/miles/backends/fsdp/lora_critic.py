@@ -24,6 +24,7 @@ from miles.models.optim_groups import MuonMatrices
 from miles.train.batch_tensors import MicroBatch
 from miles.train.model_protocols import KeptTensors, ValueCallback
 from miles.train.optim.optimizer import full_grad_norm
+from miles.train.optim.sharded_adam import RankGroup
 
 
 class HeadCritic(Protocol):
@@ -52,6 +53,11 @@ class LoraCritic:
     @property
     def device(self) -> torch.device:
         return self._critic.device
+
+    @property
+    def moments_group(self) -> RankGroup | None:
+        """The ranks that share the moments, as of the policy."""
+        return self._policy.moments_group
 
     def adapters(self) -> LoraAdapters:
         """Return the critic's adapters."""

@@ -39,6 +39,7 @@ from miles.train.model_protocols import (
     TrainModel,
 )
 from miles.train.optim.optimizer import full_grad_norm
+from miles.train.optim.sharded_adam import RankGroup, SharesMoments
 
 _WEIGHTS, _CONFIG = f"{peft.FOLDER}/{peft.WEIGHTS}", f"{peft.FOLDER}/{peft.CONFIG}"
 
@@ -142,6 +143,11 @@ class LoraModel:
     @property
     def device(self) -> torch.device:
         return self._base_model.device
+
+    @property
+    def moments_group(self) -> RankGroup | None:
+        """The ranks that share the moments of adapters, if the base model has such."""
+        return self._base_model.moments_group if isinstance(self._base_model, SharesMoments) else None
 
     @property
     def numerics(self) -> Numerics:

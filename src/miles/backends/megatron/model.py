@@ -27,7 +27,7 @@ from miles.backends.megatron.layer_spec import GPTBackbone, build_gpt_backbone
 from miles.backends.megatron.lora import attach_adapters, find_part
 from miles.backends.megatron.module_choice import list_adapted_parts
 from miles.backends.megatron.packed_batch import MegatronRows
-from miles.backends.megatron.parallel_state import ParallelState, initialize_parallel_state
+from miles.backends.megatron.parallel_state import MegatronGroup, ParallelState, initialize_parallel_state
 from miles.backends.megatron.param_mapping import LM_HEAD, TIED, ParamMapping, build_head_mappings, build_param_mappings
 from miles.backends.megatron.param_registry import ParamRegistry
 from miles.backends.megatron.router import RouterBalance, split_balance, update_expert_bias
@@ -131,9 +131,9 @@ def _use_device(device: torch.device | None) -> torch.device:
 class MegatronModel:
     """A TrainModel over Megatron's modules, filled by ``load``; a ``frozen`` one takes no gradient.
 
-    With ``distributed_optimizer`` its optimizer is Megatron's: see ``optimizer``. A ``scalar_head`` on the last stage,
-    given by its tensors' shapes, is trained in float32; the decoder's own head, unless it is the embedding, is then not
-    trained.
+    With ``distributed_optimizer`` its optimizer is Megatron's (``optimizer``); over a frozen one ranks share the
+    moments of adapters. A ``scalar_head`` on the last stage, given by its tensors' shapes, is trained in float32; the
+    decoder's own head, unless it is the embedding, is then not trained.
     """
 
     def __init__(
@@ -175,6 +175,7 @@ class MegatronModel:
             **build_head_mappings(self.scalar_head),
         }
         use_buffers = distributed_optimizer and not frozen
+        self._shards_moments = distributed_optimizer and frozen
         self._registry = ParamRegistry(
             self._chunks,
             tf_config,
@@ -296,6 +297,11 @@ class MegatronModel:
     def max_over_ranks(self, tensor: Tensor) -> Tensor:
         """All-reduce by the maximum over all ranks."""
         return self.state.world_group.max(tensor)
+
+    @property
+    def moments_group(self) -> MegatronGroup | None:
+        """The ranks that share the moments of adapters: all, since adapters are replicated on every rank."""
+        return self.state.world_group if self._shards_moments else None
 
     @property
     def rank(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from math import prod
+from math import ceil, prod
 
 from miles.backends.megatron.module_choice import list_adapted_parts
 from miles.backends.megatron.rank_memory import (
@@ -172,9 +172,22 @@ def estimate_rank_lora_memory(
         base=base,
         adapters=4 * lora.num_parameters,
         gradients=4 * lora.num_parameters,
-        optimizer=sum(2 * moment_bytes(prod(shape), moments) for shape in lora.list_shapes()),
+        optimizer=estimate_moment_bytes(lora.list_shapes(), layout, moments, megatron=megatron),
         gathered=0 if megatron is not None else unsharded_bytes(spec, get_sharding_degrees(layout), dtype),
     )
+
+
+def estimate_moment_bytes(
+    shapes: Sequence[tuple[int, ...]],
+    layout: ParallelDims,
+    moments: str,
+    *,
+    megatron: MegatronMemoryFlags | None = None,
+) -> int:
+    """Bytes of the moments of parameters that every rank has; all ranks share them with the distributed optimizer."""
+    if megatron is not None and megatron.distributed_optimizer:
+        return 2 * moment_bytes(ceil(sum(map(prod, shapes)) / layout.world), "float32")
+    return sum(2 * moment_bytes(prod(shape), moments) for shape in shapes)
 
 
 def _list_fullest_params(

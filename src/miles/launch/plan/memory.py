@@ -3,11 +3,13 @@
 from dataclasses import dataclass, replace
 from math import prod
 
+from miles.backends.megatron.rank_memory import MegatronMemoryFlags
 from miles.cluster.parallel_dims import ParallelDims
 from miles.launch.config import Config
 from miles.launch.plan.drafts import read_engine_draft, read_trained_draft
 from miles.launch.plan.hardware import get_free_memory
 from miles.launch.plan.layout_memory import (
+    estimate_moment_bytes,
     estimate_rank_activations,
     estimate_rank_critic_memory,
     estimate_rank_frozen_bytes,
@@ -39,7 +41,6 @@ from miles.models.accounting.image_features import vision_bytes
 from miles.models.accounting.params import (
     BYTES,
     kv_bytes_per_token,
-    moment_bytes,
     packed_weight_bytes,
     parameter_count,
     state_bytes_per_sequence,
@@ -191,14 +192,17 @@ def _estimate_lora(config: Config, plan: Plan, spec: DecoderSpec, lora: LoraSpec
     shards = layout.shard_group_size if megatron is None else layout.tensor * layout.pipeline
     part = "" if layout.world == 1 else f", one of {shards} shards"
     form = "" if train.optimizer_state_dtype == "float32" else f" in {train.optimizer_state_dtype}"
+    note = f"Adam: two moments of adapters{form}"
+    if megatron is not None and megatron.distributed_optimizer:
+        note += f", of 1/{layout.world} of the values"
     host = plan.device != "cpu" and train.optimizer_cpu_offload
     base = (
         MemoryShare(name="weights", bytes=memory.weights, note=f"{dtype}, with adapters merged{part}"),
         MemoryShare(name="base", bytes=memory.base, note=f"{dtype}: base weights of adapted modules"),
     )
     if is_unmerged(config):
-        note = f"packed in {config.models.train_precision}" if is_packed else dtype
-        base = (MemoryShare(name="weights", bytes=memory.weights, note=f"{note}, frozen{part}"),)
+        held = f"packed in {config.models.train_precision}" if is_packed else dtype
+        base = (MemoryShare(name="weights", bytes=memory.weights, note=f"{held}, frozen{part}"),)
     shares = (
         *base,
         MemoryShare(
@@ -207,9 +211,7 @@ def _estimate_lora(config: Config, plan: Plan, spec: DecoderSpec, lora: LoraSpec
             note=f"float32: {lora.num_parameters:,} parameters of rank {lora.rank}",
         ),
         MemoryShare(name="gradients", bytes=memory.gradients, note="float32, of the adapters only"),
-        _place(
-            host, MemoryShare(name="optimizer", bytes=memory.optimizer, note=f"Adam: two moments of adapters{form}")
-        ),
+        _place(host, MemoryShare(name="optimizer", bytes=memory.optimizer, note=note)),
     )
     if not memory.gathered:
         return shares
@@ -229,7 +231,13 @@ def _estimate_critic(config: Config, plan: Plan, policy: DecoderSpec) -> tuple[M
     if plan.critic is not None and shares_critic(config):
         lora = build_lora(config.lora, policy)
         assert lora is not None
-        weights, optimizer = estimate_adapter_critic_bytes(policy, lora, config.train.optimizer_state_dtype)
+        weights, optimizer = estimate_adapter_critic_bytes(
+            policy,
+            lora,
+            plan.layout,
+            config.train.optimizer_state_dtype,
+            megatron=get_megatron_flags(config, plan.device),
+        )
         return (
             MemoryShare(name="critic", bytes=weights, note="float32: adapters over the policy's base, and a head"),
             MemoryShare(name="critic grad", bytes=weights, note="float32"),
@@ -280,10 +288,17 @@ def _count_factors(config: Config, spec: DecoderSpec) -> int:
     return lora.num_parameters
 
 
-def estimate_adapter_critic_bytes(spec: DecoderSpec, lora: LoraSpec, moments: str = "float32") -> tuple[int, int]:
+def estimate_adapter_critic_bytes(
+    spec: DecoderSpec,
+    lora: LoraSpec,
+    layout: ParallelDims,
+    moments: str = "float32",
+    *,
+    megatron: MegatronMemoryFlags | None = None,
+) -> tuple[int, int]:
     """Weights (and as many gradients) and optimizer of a critic that is adapters and a head over the policy's base."""
     shapes = [*lora.list_shapes(), (1, spec.hidden_size), (1,)]
-    return 4 * sum(map(prod, shapes)), sum(2 * moment_bytes(prod(shape), moments) for shape in shapes)
+    return 4 * sum(map(prod, shapes)), estimate_moment_bytes(shapes, layout, moments, megatron=megatron)
 
 
 def estimate_critic_bytes(spec: DecoderSpec, dtype: str) -> tuple[int, int, int]:

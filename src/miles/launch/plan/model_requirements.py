@@ -200,7 +200,7 @@ def _estimate_side_models(spec: DecoderSpec, run: Config, dtype: str) -> dict[st
     )
     critic = 0
     if has_critic and shares_critic(run) and (lora := build_lora(run.lora, spec)) is not None:
-        adapters, optimizer = estimate_adapter_critic_bytes(spec, lora)
+        adapters, optimizer = estimate_adapter_critic_bytes(spec, lora, ParallelDims())
         critic = 2 * adapters + optimizer
     elif has_critic:
         own = spec if t.critic_load is None else _resolve_model_spec(t.critic_load, run)

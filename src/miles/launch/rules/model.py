@@ -216,21 +216,16 @@ def _check_lora_head(c: Config, lora: LoraSpec, module: str, *, is_tied: bool) -
         yield f"{adapter}, an adapter of the output layer, does not work with {flag}; remove one of them."
 
 
-def _check_megatron_lora(c: Config, lora: LoraSpec) -> Iterator[str]:
+def _check_megatron_lora(c: Config) -> Iterator[str]:
     backend = "--train-backend megatron"
     if packs_base(c):
         yield f"{backend} with --lora-rank does not support --train-precision; remove it, or use --train-backend fsdp."
-    if "--use-distributed-optimizer" in c.megatron.megatron_flags:
-        yield (
-            "--megatron-use-distributed-optimizer shards the state of trained weights, but adapters are whole on every "
-            "rank; remove it."
-        )
 
 
 def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
     p = c.parallel
     if c.train.train_backend == "megatron":
-        yield from _check_megatron_lora(c, lora)
+        yield from _check_megatron_lora(c)
     if lora.use_dora:
         yield from _check_dora(c)
     if lora.dropout and is_unmerged(c):

@@ -17,6 +17,7 @@ from miles.train.optim.adam import Adam
 from miles.train.optim.lr_scheduler import LRSchedule, build_vision_lr_schedule
 from miles.train.optim.master_weights import LazyStates, TrainedParam, pop_state
 from miles.train.optim.muon import MatrixModel, Muon
+from miles.train.optim.sharded_adam import MomentShards, ShardedAdam, SharesMoments
 
 GradNormFn = Callable[[Mapping[str, Tensor]], Tensor]
 """Global norm of a gradient, given this rank's shards."""
@@ -73,7 +74,7 @@ class Optimizer:
     Weight decay applies to matrices, not to norms (fewer than two axes) and biases. ``lr_flag`` names the
     learning-rate option in error messages. --vision-lr is the vision tower's own, which Adam updates. In distributed
     training each rank has an optimizer over its shards: ``norm`` is the model's, and Muon gathers full matrices through
-    ``model``.
+    ``model``. Where every rank has all parameters, ranks may share the moments (``shards``).
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Optimizer:
         lr_flag: str = "--lr",
         norm: GradNormFn | None = None,
         model: MatrixModel | None = None,
+        shards: MomentShards | None = None,
     ) -> None:
         self.updates = 0
         self._norm = norm or full_grad_norm
@@ -92,6 +94,7 @@ class Optimizer:
         self._schedule = schedule
         self._config = config
         self._offloaded = config.optimizer_cpu_offload
+        self._shards = shards
         self._params = [TrainedParam(name, p, offloaded=self._offloaded) for name, p in parameters.items()]
         vision = [p for p in self._params if config.vision_lr is not None and is_vision_param(p.name)]
         self._rules = self._build_rules([p for p in self._params if p not in vision], model)
@@ -172,6 +175,9 @@ class Optimizer:
         return sum(rule.bytes for rule in self._rules) + masters
 
     def _build_rules(self, params: Sequence[TrainedParam], model: MatrixModel | None) -> list[UpdateRule]:
+        if self._shards is not None:
+            assert self._config.optimizer == "adam", "a rule refuses others"
+            return [ShardedAdam(params, self._config, self._shards)]
         if self._config.optimizer == "adam":
             return [Adam(params, self._config)]
         matrices = {} if model is None else model.muon_matrices()
@@ -223,7 +229,9 @@ def build_optimizer(
     own = model.optimizer(train, schedule, lr_flag=lr_flag) if isinstance(model, HasOwnOptimizer) else None
     if own is not None:
         return own
-    return Optimizer(parameters, train, schedule, lr_flag=lr_flag, norm=model.norm, model=model)
+    group = model.moments_group if isinstance(model, SharesMoments) else None
+    shards = None if group is None else MomentShards(group, model.device)
+    return Optimizer(parameters, train, schedule, lr_flag=lr_flag, norm=model.norm, model=model, shards=shards)
 
 
 def format_gradient_error(update: int, norm: float, first: str | None, lr_flag: str) -> str:
