@@ -200,10 +200,6 @@ def test_upstreams_flags_are_taken(house, line):
             "DoRA does not work with --train-precision, --no-lora-merge",
         ),
         (
-            "--lora-rank 8 --train-backend megatron --train-precision int4",
-            "megatron with --lora-rank does not support --train-precision",
-        ),
-        (
             "--hf-checkpoint moe --lora-rank 8 --target-modules experts --train-backend megatron "
             "--actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel "
             "--expert-tensor-parallel-size 1",

@@ -67,6 +67,7 @@ __all__ = [
     "DecoderLayer",
     "Routing",
     "checkpoint_full",
+    "quantize_modules",
     "scale_embedding",
 ]
 
@@ -317,6 +318,22 @@ def _build_hyper_connection(
     return HyperConnection(spec.hyper, spec, device=device, dtype=dtype, numerics=numerics)
 
 
+def quantize_modules(root: nn.Module, plan: Mapping[str, QuantizedParam]) -> None:
+    """Quantize the projections and experts inside ``root`` whose weights ``plan`` names."""
+    experts: dict[str, dict[str, QuantizedParam]] = {}
+    for name, quantized in plan.items():
+        path, _, attribute = name.rpartition(".")
+        module = root.get_submodule(path)
+        if isinstance(module, Linear):
+            module.quantize(quantized)
+        else:
+            experts.setdefault(path, {})[attribute] = quantized
+    for path, params in experts.items():
+        module = root.get_submodule(path)
+        assert isinstance(module, MoeMlp)
+        module.quantize(params)
+
+
 class Decoder(nn.Module):
     """Maps tokens to hidden states. Parameters are uninitialized: ``hf.load`` and ``hf.init_random`` fill them.
 
@@ -376,18 +393,7 @@ class Decoder(nn.Module):
 
     def _quantize(self) -> None:
         """Quantize the layers that the spec says are quantized."""
-        experts: dict[str, dict[str, QuantizedParam]] = {}
-        for name, quantized in plan_quantization(self.spec).items():
-            path, _, attribute = name.rpartition(".")
-            module = self.get_submodule(path)
-            if isinstance(module, Linear):
-                module.quantize(quantized)
-            else:
-                experts.setdefault(path, {})[attribute] = quantized
-        for path, params in experts.items():
-            module = self.get_submodule(path)
-            assert isinstance(module, MoeMlp)
-            module.quantize(params)
+        quantize_modules(self, plan_quantization(self.spec))
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             layer.fuse_quantization()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from tests.backends.megatron import cases
+from tests.backends.megatron import cases, packed_cases
 from torch import Tensor
 
 from miles.cluster.parallel_dims import ParallelDims
@@ -16,11 +16,16 @@ from miles.core.types import Batch
 from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.checkpoint.value_head import value_head_shapes
 from miles.models.families import spec_from_config
+from miles.models.spec import DecoderSpec
+from miles.precision.formats import FORMATS, QuantizationSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCase:
-    """A model of ``cases`` as ``role``: policy, frozen, critic, or adapters of some ``modules``."""
+    """A model of ``cases`` as ``role``: policy, frozen, critic, or adapters of some ``modules``.
+
+    ``packed`` is the format of a base, whose scales ``scale_ranks`` can share.
+    """
 
     kind: str
     layout: dict[str, Any] = field(default_factory=dict)
@@ -29,6 +34,16 @@ class MemoryCase:
     role: str = "policy"
     train: dict[str, Any] = field(default_factory=dict)
     modules: str | None = None
+    packed: str | None = None
+    scale_ranks: int = 1
+
+    def pack(self, spec: DecoderSpec) -> DecoderSpec:
+        """The spec with a packed base, if there is one."""
+        if self.packed is None:
+            return spec
+        format = FORMATS[self.packed]
+        quantization = QuantizationSpec(format=format, packed=True, tensor_parallel_size=self.scale_ranks)
+        return replace(spec, quantization=quantization)
 
     def __hash__(self) -> int:
         return hash(str(self))
@@ -49,7 +64,7 @@ def _hold(case: MemoryCase, folder: Path, world: int) -> tuple[int, int, int]:
     from miles.backends.megatron.model import load_megatron_model
     from miles.backends.megatron.parallel_state import destroy_parallel_state
 
-    spec = spec_from_config(read_config(folder))
+    spec = case.pack(spec_from_config(read_config(folder)))
     how: dict[str, Any] = {"dtype": getattr(torch, case.dtype), "flags": case.flags}
     if case.role == "critic":
         how["scalar_head"] = value_head_shapes(spec.hidden_size)
@@ -88,7 +103,10 @@ def _step(case: MemoryCase, model: Any, folder: Path) -> tuple[int, int, int]:
         _check_masters(value, optimizer)
         weights, masters = _sum_weights(model)
         return weights, grads, masters + optimizer.bytes
-    actor = cases.adapted(model, folder, cases.lora_of(model.spec, case.modules)) if case.role == "adapters" else model
+    actor: Any = model
+    if case.role == "adapters":
+        attach = cases.adapted if case.packed is None else packed_cases.attach
+        actor = attach(model, folder, cases.lora_of(model.spec, case.modules))
     trainer = worker(actor, algo=algo, train=train, temperature=0.9, dp_group=model.dp_group)
     optimizer, found = trainer._optimizer, []
     step = optimizer.step

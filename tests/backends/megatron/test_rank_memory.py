@@ -56,6 +56,14 @@ TWO = [
     MemoryCase(kind="qwen3 untied", layout=TENSOR, role="adapters"),
     MemoryCase(kind="deepseek_v3", layout=TENSOR, role="adapters", modules="all-linear,experts"),
     MemoryCase(kind="qwen3_moe", layout=PARTS | {"expert": 2}, role="adapters", modules="experts"),
+    MemoryCase(kind="qwen3", layout=PARTS, role="adapters", flags=OWN),
+    MemoryCase(kind="qwen3_moe", layout=TENSOR, role="adapters", modules="experts", flags=OWN),
+    MemoryCase(kind="wide qwen3", layout=TENSOR, role="adapters", packed="int4_g32_asym"),
+    MemoryCase(kind="wide qwen3", layout=STAGES, role="frozen", packed="nvfp4"),
+    MemoryCase(kind="qwen3 of blocks", layout=TENSOR, role="adapters", packed="fp8"),
+    MemoryCase(kind="qwen3 of blocks", layout=TENSOR, role="adapters", packed="fp8", scale_ranks=2),
+    MemoryCase(kind="wide qwen3_moe", layout=PARTS | {"expert": 2}, role="adapters", modules="experts", packed="nvfp4"),
+    MemoryCase(kind="wide deepseek_v3", layout=TENSOR, role="adapters", packed="mxfp4"),
 ]
 FOUR = [
     MemoryCase(kind="qwen3", layout=TENSOR | STAGES, flags=OWN),
@@ -98,7 +106,7 @@ FAMILIES = [
 
 
 def spec_of(case: MemoryCase):
-    return family_cases.spec_of(case.kind) if case in FAMILIES else spec_from_config(cases.KINDS[case.kind])
+    return case.pack(family_cases.spec_of(case.kind) if case in FAMILIES else spec_from_config(cases.KINDS[case.kind]))
 
 
 def held_model(case: MemoryCase) -> HeldModel:
@@ -143,7 +151,7 @@ def test_every_rank_holds_what_the_plan_says_to_the_byte(tmp_path: Path, world: 
     found = {case: [of_rank[number] for of_rank in reported] for number, case in enumerate(held)}
     planned = {case: [plan_rank(case, world, rank) for rank in range(world)] for case in held}
     # Adapters and the base under them are whole on every rank, and counted by the plan alone.
-    planned |= {case: found[case] for case in held if case.role == "adapters"}
+    planned |= {case: found[case] for case in held if case.role == "adapters" or case.packed is not None}
     assert {case: found[case] for case in held if planned[case] != found[case]} == {}
     fullest = {case: plan_fullest(case, world) for case in held}
     assert {case: fullest[case] for case in held if fullest[case] != max(found[case], key=sum)} == {}

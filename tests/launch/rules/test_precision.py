@@ -98,6 +98,11 @@ def test_what_works_is_accepted(line):
             "--train-precision fp8 --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2",
             "blocks of 128 rows that 2 ranks would divide",
         ),
+        (
+            "--train-precision fp8 --lora-rank 4 --train-backend megatron --actor-num-gpus-per-node 2 "
+            "--tensor-model-parallel-size 2",
+            "blocks of 128 rows that 2 ranks would divide",
+        ),
         ("--train-precision fp8 --lora-rank 4 --fp8-format e4m3", "--fp8-format e4m3 does not work with --lora-rank"),
         (
             "--train-precision fp8 --lora-rank 4 --save-hf out --save-hf-precision rollout",
@@ -112,6 +117,15 @@ def test_what_works_is_accepted(line):
 def test_what_does_not_work_is_refused_with_one_sentence(line, complaint):
     (problem,) = list_problems(line)
     assert complaint in problem
+
+
+@pytest.mark.parametrize("precision", ["int4_g32", "fp8 --quantize-experts-only --hf-checkpoint moe", "fp8_channel"])
+@pytest.mark.parametrize("more", ["", "--parity exact"])
+def test_a_packed_base_under_adapters_is_not_transformer_engines(precision, more):
+    line = f"--train-backend megatron --train-precision {precision} {more}"
+    assert list_problems(f"{line} --lora-rank 4") == []
+    assert list_problems(f"{line} --lora-rank 4 --megatron-use-distributed-optimizer") == []
+    assert list_problems(line) != []
 
 
 def test_the_plan_says_what_sglang_servers_load_and_are_sent(capsys):

@@ -160,7 +160,7 @@ def test_a_trainer_spans_no_more_devices_than_there_are(monkeypatch: pytest.Monk
         ("", "--ckpt-format torch_dist needs --train-backend megatron"),
         *(
             (f"--train-backend megatron --lora-rank 4 {more}", "--ckpt-format torch_dist supports merged LoRA of")
-            for more in ("--no-lora-merge", "--lora-dropout 0.1", "--use-dora")
+            for more in ("--no-lora-merge", "--lora-dropout 0.1", "--use-dora", "--train-precision int4_g32")
         ),
     ],
 )

@@ -39,7 +39,7 @@ from miles.backends.megatron.transformer_config import DecoderTransformerConfig
 from miles.kernels.attention.compressed import CompressorInputs
 from miles.kernels.attention.params import AttentionInputs, RelativeBias
 from miles.kernels.batch_invariant.elementwise import sum_in_rank_order
-from miles.models.decoder import MIXERS
+from miles.models.decoder import MIXERS, quantize_modules
 from miles.models.layers.attention import Attention
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.mlp import Mlp
@@ -49,6 +49,7 @@ from miles.models.layers.residual_conv import ResidualConv
 from miles.models.parallel.expert_dispatch import AllToAllDispatcher
 from miles.models.parallel.tp_decoder import ParallelRMSNorm
 from miles.models.parallel.tp_sharding import compute_tp_shards, shard_spec
+from miles.models.quantization import plan_quantization
 from miles.models.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -124,6 +125,9 @@ class DecoderModule(MegatronModule):
     ) -> nn.Module:
         """Build the decoder's module ``name`` of layer ``index``, uninitialized, on this rank's device."""
         module = build(device="meta", dtype=config.params_dtype, numerics=config.numerics)
+        home = f"layers.{index}.{name}."
+        plan = plan_quantization(rank_spec(config)) if config.packed else {}
+        quantize_modules(module, {n.removeprefix(home): each for n, each in plan.items() if n.startswith(home)})
         if isinstance(module, MoeMlp):
             _keep_own_experts(module)
         if isinstance(module, Attention) and module.spec.qk_norm == "all" and self.region.group.world > 1:
@@ -134,7 +138,7 @@ class DecoderModule(MegatronModule):
             )
         module = module.to_empty(device=config.param_device)
         self.add_module(name, module)
-        self._homes[name] = f"layers.{index}.{name}."
+        self._homes[name] = home
         if self.region.group.rank:
             shards = compute_tp_shards(config.decoder_spec)
             for inner, parameter in module.named_parameters():
@@ -367,11 +371,13 @@ class LayerRouting(Routing):
 def _keep_own_experts(moe: MoeMlp) -> None:
     """Give the stacked tensors of a module without storage as many experts as an expert-parallel rank has."""
     ranks = parallel_state.get_expert_model_parallel_world_size()
+    packed = {name: param.suffixes for name, param in moe.quantized.items() if param.packed}
     for name in ("gate_up", "up", "down", "gate_up_bias", "down_bias"):
-        full: nn.Parameter | None = getattr(moe, name)
-        if full is not None and ranks > 1:
-            size = (len(full) // ranks, *full.shape[1:])
-            setattr(moe, name, nn.Parameter(torch.empty(size, dtype=full.dtype, device=full.device)))
+        for suffix in packed.get(name, ("",)):
+            full: nn.Parameter | None = getattr(moe, f"{name}{suffix}")
+            if full is not None and ranks > 1:
+                own = torch.empty((len(full) // ranks, *full.shape[1:]), dtype=full.dtype, device=full.device)
+                setattr(moe, f"{name}{suffix}", nn.Parameter(own, requires_grad=full.requires_grad))
 
 
 # -- norms behind a module --------------------------------------------------------------------

@@ -49,7 +49,8 @@ def find_part(mapping: ParamMapping, state: ParallelState) -> ParamPart:
     index = replace(shard, dim=0).shard(mapping.to_megatron(numbers), group.rank, group.world) - 1
     if shard.dim == len(mapping.shape) - 2:
         return ParamPart(experts, index)
-    return ParamPart(experts, None, index)
+    columns = index if mapping.pack == 1 else (index.unsqueeze(1) * mapping.pack + torch.arange(mapping.pack)).flatten()
+    return ParamPart(experts, None, columns)
 
 
 def attach_adapters(

@@ -31,12 +31,15 @@ from miles.backends.megatron.parallel_state import MegatronGroup, ParallelState,
 from miles.backends.megatron.param_mapping import LM_HEAD, TIED, ParamMapping, build_head_mappings, build_param_mappings
 from miles.backends.megatron.param_registry import ParamRegistry
 from miles.backends.megatron.router import RouterBalance, split_balance, update_expert_bias
+from miles.backends.megatron.supported_models import holds_packed_weights
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig, build_transformer_config
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.errors import CheckpointError
 from miles.kernels.numerics import FAST, Numerics
 from miles.models.checkpoint import hf
 from miles.models.checkpoint.load import load_params
+from miles.models.checkpoint.packed import load_packed
+from miles.models.checkpoint.param_map import build_param_map
 from miles.models.checkpoint.param_slices import param_shape
 from miles.models.checkpoint.reader import FileReader
 from miles.models.checkpoint.safetensors_io import StoredTensor, read_config, stored_tensors
@@ -48,6 +51,7 @@ from miles.models.families import spec_from_config
 from miles.models.lora.adapters import LoraAdapters, ParamPart
 from miles.models.lora.targets import LoraSpec
 from miles.models.optim_groups import TRAINED_VISION, FrozenVision, MuonMatrices, find_muon_matrices
+from miles.models.quantization import QuantizedParam, plan_quantization
 from miles.models.spec import DecoderSpec
 from miles.train.config import TrainConfig
 from miles.train.dp_group import DataParallelGroup
@@ -83,9 +87,10 @@ def load_megatron_model(
     ``folder``. Transformer Engine is used where it is installed, unless ``transformer_engine`` is false. With the
     shapes of a ``scalar_head`` the model has this head too, with zeros. Flags of the load balancing of routers are
     ignored unless ``balanced``: they are about the policy, and another model may have no routers. With batch-invariant
-    ``numerics`` its layers are those of ``batch_invariant_layers``. Parts to which Megatron's modules cannot attach the
-    adapters of ``lora`` are the decoder's modules. ``frozen_vision`` parts are not trained.
+    ``numerics`` its layers are those of ``batch_invariant_layers``. Parts whose packed weights, or adapters of
+    ``lora``, Megatron's modules cannot have are the decoder's modules. ``frozen_vision`` parts are not trained.
     """
+    assert frozen or not holds_packed_weights(spec), "packed weights are not trained"
     fields = parse_flags(flags)
     if not balanced:
         _, fields = split_balance(fields)
@@ -99,7 +104,7 @@ def load_megatron_model(
         device=device,
         transformer_engine=transformer_engine,
         numerics=numerics,
-        adapted=list_adapted_parts(lora),
+        adapted=list_adapted_parts(spec, lora),
     )
     state = initialize_parallel_state(layout, virtual=tf_config.virtual_pipeline_model_parallel_size)
     patches.patch_router_without_te()
@@ -414,7 +419,8 @@ class MegatronModel:
             self._buffers.move(device)
 
     def save_plan(self) -> SavePlan:
-        return plan_save(self.spec, dtype=self.tf_config.params_dtype, like=self._like, config=self._config)
+        spec = replace(self.spec, quantization=None)
+        return plan_save(spec, dtype=self.tf_config.params_dtype, like=self._like, config=self._config)
 
     def save(self, folder: Path) -> None:
         """Write a folder that transformers loads; all ranks call, and the lead gathers all weights on its host.
@@ -427,7 +433,8 @@ class MegatronModel:
     def export(self, folder: Path, gather_unit: Callable[[str], Tensor]) -> None:
         """Write a Hugging Face model of the full tensors that ``gather_unit`` returns."""
         gathered: dict[str, Tensor] = {}
-        decoder = Decoder(self.spec, device="meta", dtype=self.tf_config.params_dtype, numerics=self.numerics)
+        spec = replace(self.spec, quantization=None)
+        decoder = Decoder(spec, device="meta", dtype=self.tf_config.params_dtype, numerics=self.numerics)
         for name, param in decoder.named_parameters():
             full = gather_unit(name)
             if self.dp_group.is_lead:
@@ -474,9 +481,13 @@ class MegatronModel:
         mappings = self._decoder_mappings
         sources = locate_tensors(spec, stored, read_quant_config(read_config(folder)), folder)
         shapes = {name: param_shape(tuple(s.piece for s in parts)) for name, parts in sources.items()}
-        mismatched = sources.keys() ^ mappings.keys() or {n for n in mappings if shapes[n] != mappings[n].shape}
+        wanted = {name: param_shape(parts) for name, parts in build_param_map(self.spec).items()}
+        mismatched = shapes.keys() ^ wanted.keys() or {name for name in wanted if shapes[name] != wanted[name]}
         if mismatched:
             raise CheckpointError(f"{folder} does not match the model in training (see {min(mismatched)}).")
+        packed = {name: q for name, q in plan_quantization(self.spec).items() if q.packed}
+        self._load_packed(folder, packed)
+        sources = {name: parts for name, parts in sources.items() if name not in packed}
         params, group = self.parameters(), self.state.ep_group
         full = {n: torch.empty(mappings[n].shape, device="meta", dtype=params[n].dtype) for n in sources}
         for expert, rank, world in ((False, 0, 1), (True, group.rank, group.world)):
@@ -489,6 +500,27 @@ class MegatronModel:
             for name, tensor in tensors:
                 params[name].copy_(self._shard_channels(name, tensor))
         self._registry.publish()
+
+    def _load_packed(self, folder: Path, packed: Mapping[str, QuantizedParam]) -> None:
+        """Load this rank's parts of ``packed`` weights, which are quantized where ``folder`` has not their bytes."""
+        params, group = self.parameters(), self.state.ep_group
+        local = {name: each for name, each in packed.items() if name in self._registry.local_names}
+        for is_expert, rank, world in ((False, 0, 1), (True, group.rank, group.world)):
+            own = {name: each for name, each in local.items() if self._decoder_mappings[name].expert is is_expert}
+            if not own:
+                continue
+            tensors = load_packed(
+                folder,
+                self.spec,
+                {name: each.format for name, each in own.items()},
+                device=self.device,
+                dtype=self.tf_config.params_dtype,
+                tensor_parallel_size=next(iter(own.values())).tensor_parallel_size,
+                rank=rank,
+                world=world,
+            )
+            for name, tensor in tensors:
+                params[name].copy_(self._shard_channels(name, tensor))
 
     def chunks(self) -> dict[str, GPTBackbone]:
         """Return this rank's chunks of layers under the names of Megatron's own checkpoints."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from miles.models.lora.targets import LoraSpec
+from miles.models.quantization import plan_quantization
 from miles.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MlpSpec, MoeSpec
 
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -51,21 +52,29 @@ class ModuleChoice:
 
 
 AdaptedPart = tuple[int, str]
-"""A layer and the name of its mixer or feed-forward part whose adapters Megatron's module cannot have."""
+"""A layer and the name of its mixer or feed-forward part whose adapters, or packed base, Megatron's module cannot have.
+"""
 
 
-def list_adapted_parts(lora: LoraSpec | None) -> frozenset[AdaptedPart]:
-    """List the parts whose adapters Megatron's modules cannot have; none without adapters.
+def list_adapted_parts(spec: DecoderSpec, lora: LoraSpec | None) -> frozenset[AdaptedPart]:
+    """List the parts whose packed weights or adapters Megatron's modules cannot have.
 
     They can have merged LoRA of attention and dense MLPs: not of MLA and experts, and no DoRA, no dropout, and nothing
-    beside the weights.
+    beside the weights, where adapters are over a packed base.
     """
+    packed = {_parse_part(name) for name, quantized in plan_quantization(spec).items() if quantized.packed}
     if lora is None:
-        return frozenset()
-    only_merged = not (lora.use_dora or lora.dropout or lora.unmerged)
-    names = (target.param_name.split(".") for target in lora.targets if target.param_name.startswith("layers."))
-    parts = {(int(name[1]), name[2]) for name in names}
-    return frozenset(part for part in parts if not (only_merged and part[1] in ("attention", "mlp")))
+        return frozenset(packed)
+    only_merged = not (lora.use_dora or lora.dropout or lora.unmerged or packed)
+    names = (target.param_name for target in lora.targets if target.param_name.startswith("layers."))
+    parts = {_parse_part(name) for name in names}
+    return frozenset(packed | {part for part in parts if not (only_merged and part[1] in ("attention", "mlp"))})
+
+
+def _parse_part(name: str) -> AdaptedPart:
+    """Return the layer and the part of a layer's parameter."""
+    _, layer, part, *_ = name.split(".")
+    return int(layer), part
 
 
 @lru_cache(maxsize=16)

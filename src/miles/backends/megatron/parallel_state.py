@@ -41,10 +41,10 @@ class MegatronGroup:
         """All-gather tensors of one shape into a list, in rank order."""
         if self.world == 1:
             return [x]
-        x = x.contiguous()
-        found = [torch.empty_like(x) for _ in range(self.world)]
-        dist.all_gather(found, x, group=self.process_group)
-        return found
+        sent = _view_sendable(x.contiguous())
+        found = [torch.empty_like(sent) for _ in range(self.world)]
+        dist.all_gather(found, sent, group=self.process_group)
+        return [each.view(x.dtype) for each in found]
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Exchange rows: ``sent[i]`` rows of ``x`` go to rank i, ``received[i]`` come from it."""
@@ -67,7 +67,7 @@ class MegatronGroup:
     def broadcast(self, x: Tensor, rank: int) -> Tensor:
         """Broadcast that rank's ``x``; that of the others is overwritten."""
         if self.world > 1:
-            dist.broadcast(x, group=self.process_group, group_src=rank)
+            dist.broadcast(_view_sendable(x), group=self.process_group, group_src=rank)
         return x
 
     def all_reduce_bucketed(self, tensors: Sequence[Tensor]) -> None:
@@ -86,6 +86,11 @@ class MegatronGroup:
         out = x.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(out, op, group=self.process_group)
         return out
+
+
+def _view_sendable(x: Tensor) -> Tensor:
+    """Return a view in a dtype that every backend sends: there is none of FP8 in gloo."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 _BUCKET = 1 << 26

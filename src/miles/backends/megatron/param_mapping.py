@@ -8,7 +8,7 @@ out of Hugging Face checkpoints, without an intermediate format.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -18,7 +18,9 @@ from miles.backends.megatron.module_choice import MIXER_NAMES, AdaptedPart, choo
 from miles.models.checkpoint.param_map import build_param_map
 from miles.models.checkpoint.param_slices import param_shape
 from miles.models.parallel.tp_sharding import ShardSegment, TpShard, compute_tp_shards
+from miles.models.quantization import QuantizedParam, plan_quantization
 from miles.models.spec import AttentionSpec, DecoderSpec, MoeSpec
+from miles.precision.quantize import packed_layout
 
 # Decoder name -> Megatron's name in a layer; the second name is used if Transformer Engine fuses a norm into the
 # following projection. ``{}`` counts a rank's experts.
@@ -77,7 +79,8 @@ class ParamMapping:
     ``tp_shard`` is its tensor-parallel sharding in Megatron's order. An ``expert`` tensor is sharded by its first
     dimension over expert-parallel ranks, and over the tensor-parallel ranks of an expert; Megatron has one tensor for
     each, unless they are ``stacked``. ``summed`` gradients are always partial over tensor-parallel ranks, ``by_token``
-    ones under sequence parallelism.
+    ones under sequence parallelism. Of a packed weight ``dtype`` is that of the tensor, one column of which is ``pack``
+    columns of the weight.
     """
 
     shape: tuple[int, ...]
@@ -87,6 +90,8 @@ class ParamMapping:
     stacked: bool = False
     summed: bool = False
     by_token: bool = False
+    dtype: torch.dtype | None = None
+    pack: int = 1
 
     @property
     def by_expert(self) -> bool:
@@ -121,12 +126,15 @@ def build_param_mappings(
     """Map every parameter of the decoder, in the decoder's order.
 
     With Transformer Engine and with batch-invariant layers every tensor-parallel rank has the down-projections of MLA
-    in full. Parts that are ``adapted`` are the decoder's modules.
+    in full. Parts that are ``adapted`` are the decoder's modules. A packed parameter is several tensors.
     """
-    cuts, modules = compute_tp_shards(spec), choose_modules(spec, adapted)
+    cuts, modules, plan = compute_tp_shards(spec), choose_modules(spec, adapted), plan_quantization(spec)
     mappings: dict[str, ParamMapping] = {}
     for name, parts in build_param_map(spec).items():
         shape = param_shape(parts)
+        if name in plan and plan[name].packed:
+            mappings |= _build_packed_mappings(name, shape, plan[name], cuts)
+            continue
         if modules.has_param(name):
             mappings[name] = _build_decoder_mapping(shape, cuts[name])
             continue
@@ -149,6 +157,19 @@ def _build_decoder_mapping(shape: tuple[int, ...], shard: TpShard) -> ParamMappi
     by_token = not (shard.segments or shard.partial_grad or shard.first_rank_only)
     expert, summed = shard.stacked, shard.partial_grad
     return ParamMapping(shape=shape, tp_shard=shard, expert=expert, stacked=expert, summed=summed, by_token=by_token)
+
+
+def _build_packed_mappings(
+    name: str, shape: tuple[int, ...], quantized: QuantizedParam, shards: Mapping[str, TpShard]
+) -> dict[str, ParamMapping]:
+    """Map the tensors of a packed weight of a ``shape``."""
+    found: dict[str, ParamMapping] = {}
+    layout = packed_layout(quantized.format, shape, quantized.segments, quantized.tensor_parallel_size)
+    for suffix, (packed_shape, dtype) in layout.items():
+        mapping = _build_decoder_mapping(packed_shape, shards[f"{name}{suffix}"])
+        pack = 1 if suffix else shape[-1] // packed_shape[-1]
+        found[f"{name}{suffix}"] = replace(mapping, dtype=dtype, pack=pack)
+    return found
 
 
 def _build_mapping(spec: DecoderSpec, name: str, shape: tuple[int, ...], tp_shard: TpShard) -> ParamMapping:

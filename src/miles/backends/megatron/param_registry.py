@@ -165,6 +165,7 @@ class ParamRegistry:
             trained = self._is_trained(name)
             wide = name in self._scalar_head or name.endswith(_CORRECTION) or (trained and not self._buffers)
             dtype = torch.int64 if name.endswith(_INTEGERS) else fp32 if wide else tf_config.params_dtype
+            dtype = mapping.dtype or dtype
             empty = torch.empty((0, *mapping.shape[1:]), device=tf_config.param_device, dtype=dtype)
             return empty.requires_grad_(trained)
         requires_grad = self._is_trained(name) and isinstance(tensors[0], nn.Parameter)

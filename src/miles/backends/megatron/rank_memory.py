@@ -8,10 +8,10 @@ held as stacked copies. Padding is that of Megatron-Core without Transformer Eng
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from math import ceil, lcm
+from math import ceil, lcm, prod
 
 from miles.backends.megatron.module_choice import FFN_NAMES, MIXER_NAMES, AdaptedPart, ModuleChoice, choose_modules
 from miles.cluster.parallel_dims import ParallelDims
@@ -22,8 +22,11 @@ from miles.models.accounting.params import (
     list_rank_params,
     optimizer_state_bytes,
 )
+from miles.models.checkpoint.param_map import build_param_map
+from miles.models.checkpoint.param_slices import param_shape
 from miles.models.optim_groups import TRAINED_VISION, FrozenVision, is_vision_param
-from miles.models.parallel.tp_sharding import compute_tp_shards
+from miles.models.parallel.tp_sharding import compute_tp_shards, shard_spec
+from miles.models.quantization import plan_quantization
 from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MlaSpec, MoeSpec
 
 # Order of the parts of Megatron's layer, and of the parameters of its own modules; names behind ``layers.N.``, of a
@@ -296,6 +299,7 @@ def list_stage_params(
         experts = list_rank_params(spec, ShardingDegrees(tensor=own))
         params |= {param.name: param for param in experts if param.name.endswith(_EXPERTS)}
     params = {name: _shard_megatron(param, spec, layout, flags) for name, param in params.items()}
+    params |= {param.name: param for param in _list_packed_params(params, spec, layout)}
     names: dict[int, list[str]] = {}
     for name in params:
         if name.startswith("layers."):
@@ -406,6 +410,20 @@ def _shard_megatron(param: RankParam, spec: DecoderSpec, layout: ParallelDims, f
         assert rows is not None
         count = ceil(rows / layout.tensor) * spec.hidden_size
     return replace(param, count=count, gathered=count)
+
+
+def _list_packed_params(
+    params: Mapping[str, RankParam], spec: DecoderSpec, layout: ParallelDims
+) -> Iterator[RankParam]:
+    """Yield the packed parameters of a rank, of which the values are bytes."""
+    rank_spec = shard_spec(spec, layout.tensor)
+    packed = {name: each for name, each in plan_quantization(rank_spec).items() if each.packed}
+    slices = build_param_map(rank_spec) if packed else {}
+    for name, each in packed.items():
+        *stack, rows, columns = param_shape(slices[name])
+        size = each.format.stored_bytes(rows, columns, each.segments, each.tensor_parallel_size)
+        count = prod(stack) // (layout.expert if stack else 1) * size
+        yield replace(params[name], count=count, gathered=count, trained=False, size=1)
 
 
 # -- the distributed optimizer --------------------------------------------------------------

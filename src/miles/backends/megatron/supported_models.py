@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from miles.backends.megatron.module_choice import AdaptedPart, can_use_transformer_engine, choose_modules
 from miles.cluster.parallel_dims import ParallelDims
+from miles.models.parallel.quantized_shards import find_divided_block
 from miles.models.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -41,7 +42,7 @@ def check_batch_invariant_support(spec: DecoderSpec, layout: ParallelDims) -> st
             "--parity exact needs experts that are sharded over tensor-parallel ranks as in the engine; remove "
             f"--expert-tensor-parallel-size {layout.expert_tensor}."
         )
-    if spec.quantization is not None:
+    if spec.quantization is not None and not holds_packed_weights(spec):
         return (
             f"--parity exact does not work with --train-precision {spec.quantization.format.name} under "
             "--train-backend megatron, whose FP8 is Transformer Engine's; use --train-backend fsdp."
@@ -49,8 +50,18 @@ def check_batch_invariant_support(spec: DecoderSpec, layout: ParallelDims) -> st
     return None
 
 
-def check_quantization_support(spec: DecoderSpec) -> str | None:
-    """Return why Transformer Engine cannot train a quantized model (a sentence), or None if it can."""
+def holds_packed_weights(spec: DecoderSpec) -> bool:
+    """Return whether weights are packed: those of a frozen base under adapters."""
+    return spec.quantization is not None and spec.quantization.packed
+
+
+def check_quantization_support(spec: DecoderSpec, layout: ParallelDims) -> str | None:
+    """Return why Transformer Engine cannot train a quantized model, or why the ranks cannot share packed weights (a
+    sentence), or None if they can.
+    """
+    if holds_packed_weights(spec):
+        divided = find_divided_block(spec, layout.tensor)
+        return None if divided is None else f"{divided}; lower --tensor-model-parallel-size."
     if spec.quantization is None or can_use_transformer_engine(spec):
         return None
     return (

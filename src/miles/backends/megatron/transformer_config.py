@@ -24,6 +24,7 @@ from miles.backends.megatron.supported_models import (
     check_batch_invariant_support,
     check_megatron_support,
     check_quantization_support,
+    holds_packed_weights,
 )
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.errors import UsageError
@@ -45,6 +46,11 @@ class DecoderTransformerConfig(MLATransformerConfig):
     numerics: Numerics = field(default=FAST, kw_only=True)
     balance: RouterBalance = field(default_factory=RouterBalance, kw_only=True)
     adapted: frozenset[AdaptedPart] = field(default=frozenset(), kw_only=True)
+
+    @property
+    def packed(self) -> bool:
+        """Whether some weights are packed."""
+        return holds_packed_weights(self.decoder_spec)
 
     @property
     def modules(self) -> ModuleChoice:
@@ -74,7 +80,7 @@ def build_transformer_config(
     transformer_engine = transformer_engine and not numerics.batch_invariant
     balance, flags = split_balance(flags)
     _check_balance(balance, spec)
-    transformer_engine = transformer_engine and can_use_transformer_engine(spec)
+    transformer_engine = transformer_engine and can_use_transformer_engine(spec) and not holds_packed_weights(spec)
     transformer_engine = transformer_engine and device.type == "cuda" and find_spec("transformer_engine") is not None
     fields = {
         **_decoder(spec, layout),
@@ -122,7 +128,7 @@ def _find_problem(
     adapted: frozenset[AdaptedPart],
 ) -> str | None:
     """Return why this model cannot be trained so (a sentence), or None if it can."""
-    problem = check_megatron_support(spec, layout, adapted) or check_quantization_support(spec)
+    problem = check_megatron_support(spec, layout, adapted) or check_quantization_support(spec, layout)
     if problem is None and numerics.batch_invariant:
         problem = check_batch_invariant_support(spec, layout) or _find_numeric_flag(flags)
     if problem is None and not choose_modules(spec).is_all_megatron:
@@ -291,9 +297,9 @@ def _precision(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _quantization(spec: DecoderSpec, *, transformer_engine: bool) -> dict[str, Any]:
-    """Transformer Engine's FP8, if the spec is quantized."""
+    """Transformer Engine's FP8, if the spec is quantized in the forward."""
     quantization = spec.quantization
-    if quantization is None:
+    if quantization is None or quantization.packed:
         return {}
     name = quantization.format.name
     if not transformer_engine:

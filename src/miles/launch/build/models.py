@@ -42,6 +42,7 @@ from miles.launch.plan.layout_memory import (
 from miles.launch.plan.lora import (
     build_lora,
     get_adapter_folder,
+    get_rollout_quantization,
     is_unmerged,
     packs_base,
     shares_critic,
@@ -141,7 +142,7 @@ def read_checkpoint(config: Config, found: Platform) -> BaseCheckpoint:
     raw = read_config(folder)
     dtype, rollout_dtype = hf.choose_dtype(config.models.dtype, raw, found.device), config.models.rollout_dtype
     spec = limit_positions(resolve_spec(folder, config.models.model_impl), config.rollout.rollout_max_context_len)
-    rollout_quantization = config.models.rollout_quantization(_count_scale_shards(config))
+    rollout_quantization = get_rollout_quantization(config)
     lora = build_lora(config.lora, spec) if is_unmerged(config) else None
     quantization = rollout_quantization if packs_base(config) else config.models.train_quantization()
     return BaseCheckpoint(
@@ -157,11 +158,6 @@ def read_checkpoint(config: Config, found: Platform) -> BaseCheckpoint:
         rollout_quantization=rollout_quantization,
         rollout_adapters=None if lora is None else adapter_spec(lora),
     )
-
-
-def _count_scale_shards(config: Config) -> int:
-    """The ranks over which stored scales must be sharded; SGLang shards those of a checkpoint itself."""
-    return 1 if config.sglang.rollout_backend == "sglang" else config.cluster.rollout_num_gpus_per_engine
 
 
 def resolve_numerics(config: Config) -> Numerics:

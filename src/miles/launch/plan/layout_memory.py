@@ -152,16 +152,11 @@ def estimate_rank_lora_memory(
     megatron: MegatronMemoryFlags | None = None,
 ) -> LoraRankMemory:
     """Memory of a model trained with LoRA; every rank has all adapters. The base of unmerged ones is its weights."""
-    shards = layout.shard_group_size
     if megatron is not None:
-        megatron = replace(megatron, adapted=list_adapted_parts(lora))
-    is_packed = spec.quantization is not None and spec.quantization.packed
+        megatron = replace(megatron, adapted=list_adapted_parts(spec, lora))
+    weights = estimate_rank_frozen_bytes(spec, layout, dtype, megatron=megatron)
     base = 0
-    if is_packed:
-        weights = -(-packed_weight_bytes(spec, dtype) // shards)
-    else:
-        weights = estimate_rank_frozen_bytes(spec, layout, dtype, megatron=megatron)
-    if not (is_packed or lora.unmerged):
+    if not (_is_packed(spec) or lora.unmerged):
         adapted = {target.param_name for target in lora.targets}
         params = _list_fullest_params(spec, layout, dtype, megatron)
         base = sum(param.count for param in params if param.name in adapted) * BYTES[dtype]
@@ -204,10 +199,17 @@ def _list_fullest_params(
 def estimate_rank_frozen_bytes(
     spec: DecoderSpec, layout: ParallelDims, dtype: str, *, megatron: MegatronMemoryFlags | None = None
 ) -> int:
-    """Bytes of a frozen model."""
+    """Bytes of a frozen model, whose weights may be packed."""
     if megatron is not None:
+        megatron = replace(megatron, adapted=megatron.adapted | list_adapted_parts(spec, None))
         return compute_fullest_rank_bytes(spec, layout, megatron, HeldModel(dtype=dtype, trained=False)).weights
+    if _is_packed(spec):
+        return -(-packed_weight_bytes(spec, dtype) // layout.shard_group_size)
     return rank_bytes(spec, get_sharding_degrees(layout), dtype, trained=False)
+
+
+def _is_packed(spec: DecoderSpec) -> bool:
+    return spec.quantization is not None and spec.quantization.packed
 
 
 def packs_reference(config: Config) -> bool:

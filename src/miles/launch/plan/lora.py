@@ -12,6 +12,7 @@ from miles.models.checkpoint import peft
 from miles.models.lora.config import LoraConfig
 from miles.models.lora.targets import LoraSpec, select_targets
 from miles.models.spec import DecoderSpec
+from miles.precision.formats import QuantizationSpec
 
 _DEFAULT_ALPHA = 16.0
 
@@ -46,9 +47,13 @@ def _check_shared_outer(config: LoraConfig, lora: LoraSpec) -> None:
 
 
 def find_megatron_adapted_parts(config: Config, spec: DecoderSpec) -> frozenset[AdaptedPart]:
-    """The parts of a model whose adapters Megatron's modules cannot have; none if other rules refuse the adapters."""
+    """The parts of a model whose adapters or packed base Megatron's modules cannot have; none if other rules refuse
+    these.
+    """
     try:
-        return list_adapted_parts(build_lora(config.lora, spec))
+        if packs_base(config):
+            spec = replace(spec, quantization=get_rollout_quantization(config))
+        return list_adapted_parts(spec, build_lora(config.lora, spec))
     except UsageError:
         return frozenset()
 
@@ -56,6 +61,15 @@ def find_megatron_adapted_parts(config: Config, spec: DecoderSpec) -> frozenset[
 def packs_base(config: Config) -> bool:
     """Whether the base under LoRA adapters is packed in engine and trainer: it is frozen, and quantized."""
     return config.lora.is_enabled and config.models.train_precision != "auto"
+
+
+def get_rollout_quantization(config: Config) -> QuantizationSpec | None:
+    """The quantization of the engine's weights, which are also a packed base.
+
+    Scales are stored such that the ranks of an engine can share them; SGLang shards those of a checkpoint itself.
+    """
+    is_sglang = config.sglang.rollout_backend == "sglang"
+    return config.models.rollout_quantization(1 if is_sglang else config.cluster.rollout_num_gpus_per_engine)
 
 
 def is_unmerged(config: Config) -> bool:

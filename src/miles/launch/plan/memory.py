@@ -22,6 +22,7 @@ from miles.launch.plan.layout_memory import (
 )
 from miles.launch.plan.lora import (
     build_lora,
+    get_rollout_quantization,
     is_unmerged,
     names_versions,
     packs_base,
@@ -124,8 +125,8 @@ def _estimate_reference(config: Config, plan: Plan, spec: DecoderSpec) -> int:
         updated = config.train.ref_update_interval is not None
         return 4 * _count_factors(config, spec) * (2 if updated else 1)  # factors that are set aside meanwhile
     if packs_reference(config):
-        packed = replace(spec, quantization=config.models.train_quantization(packed=True))
-        return -(-packed_weight_bytes(packed, plan.dtype) // plan.layout.shard_group_size)
+        shared = get_rollout_quantization(config) if packs_base(config) else None
+        spec = replace(spec, quantization=shared or config.models.train_quantization(packed=True))
     return _estimate_frozen(config, plan, spec)
 
 
@@ -184,7 +185,7 @@ def _estimate_lora(config: Config, plan: Plan, spec: DecoderSpec, lora: LoraSpec
     train = config.train
     is_packed = packs_base(config)
     if is_packed:
-        spec = replace(spec, quantization=config.models.rollout_quantization(1))
+        spec = replace(spec, quantization=get_rollout_quantization(config))
     megatron = get_megatron_flags(config, plan.device)
     memory = estimate_rank_lora_memory(
         spec, layout, dtype, lora, moments=train.optimizer_state_dtype, megatron=megatron

@@ -129,7 +129,7 @@ def check_exact_setup(c: Config) -> Iterator[str]:
             f"--parity exact needs one precision, but --rollout-precision {m.rollout_precision} quantizes only the "
             f"engine; use --train-precision {m.rollout_precision}."
         )
-    if backend == "megatron" and m.train_precision != "auto":
+    if backend == "megatron" and m.train_precision != "auto" and not packs_base(c):
         yield (
             f"--parity exact with --train-backend megatron does not support --train-precision {m.train_precision}, "
             "which is Transformer Engine's; remove it, or use fsdp."
@@ -216,16 +216,8 @@ def _check_lora_head(c: Config, lora: LoraSpec, module: str, *, is_tied: bool) -
         yield f"{adapter}, an adapter of the output layer, does not work with {flag}; remove one of them."
 
 
-def _check_megatron_lora(c: Config) -> Iterator[str]:
-    backend = "--train-backend megatron"
-    if packs_base(c):
-        yield f"{backend} with --lora-rank does not support --train-precision; remove it, or use --train-backend fsdp."
-
-
 def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
     p = c.parallel
-    if c.train.train_backend == "megatron":
-        yield from _check_megatron_lora(c)
     if lora.use_dora:
         yield from _check_dora(c)
     if lora.dropout and is_unmerged(c):

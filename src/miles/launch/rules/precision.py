@@ -70,7 +70,7 @@ def check_quantized_model(c: Config) -> Iterator[str]:
 def check_quantized_shards(c: Config) -> Iterator[str]:
     m, ranks = c.models, c.parallel.tensor_model_parallel_size
     spec = read_spec_or_none(m.hf_checkpoint, m.model_impl)
-    if m.train_precision == "auto" or c.train.train_backend != "fsdp" or isinstance(spec, HfAdapterSpec | None):
+    if m.train_precision == "auto" or _uses_transformer_engine(c) or isinstance(spec, HfAdapterSpec | None):
         return
     try:
         problem = find_divided_block(replace(spec, quantization=m.train_quantization()), ranks)
@@ -97,9 +97,15 @@ def check_quantized_engine_ranks(c: Config) -> Iterator[str]:
         yield f"{name_precision(m)} does not work with --rollout-num-gpus-per-engine {ranks}: {error}"
 
 
+def _uses_transformer_engine(c: Config) -> bool:
+    """Whether --train-precision is Transformer Engine's; a packed base under adapters is ours with every trainer."""
+    is_quantized = c.models.train_precision != "auto"
+    return is_quantized and c.train.train_backend == "megatron" and not packs_base(c)
+
+
 def check_quantized_backends(c: Config) -> Iterator[str]:
     m = c.models
-    if m.train_precision != "auto" and c.train.train_backend == "megatron":
+    if _uses_transformer_engine(c):
         if m.train_precision not in MEGATRON_RECIPES:
             yield (
                 f"--train-precision {m.train_precision} is not one of Transformer Engine's; use "
@@ -213,7 +219,7 @@ def check_packed_base(c: Config) -> Iterator[str]:
 
 def check_transformer_engine(c: Config) -> Iterator[str]:
     m = c.models
-    if m.train_precision == "auto" or c.train.train_backend != "megatron":
+    if not _uses_transformer_engine(c):
         return
     if find_spec("transformer_engine") is None:
         yield (

@@ -186,14 +186,15 @@ def check_ckpt_format(c: Config) -> Iterator[str]:
 
 
 def check_torch_dist_adapters(c: Config) -> Iterator[str]:
-    """Layers whose adapters Megatron's modules cannot have are the decoder's, which have other names in its files."""
+    """Layers whose adapters or packed base Megatron's modules cannot have are the decoder's, with names of its own."""
     if c.train.ckpt_format != "torch_dist" or not c.lora.is_enabled:
         return
     spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
     if spec is not None and find_megatron_adapted_parts(c, spec):
         yield (
             "--ckpt-format torch_dist supports merged LoRA of attention and dense MLPs, but not --no-lora-merge, "
-            "--lora-dropout, DoRA or adapters of experts or MLA; use --ckpt-format hf, or other adapters."
+            "--train-precision, --lora-dropout, DoRA or adapters of experts or MLA; use --ckpt-format hf, or other "
+            "adapters."
         )
 
 

@@ -56,18 +56,20 @@ def load_packed(
     tensor_parallel_size: int = 1,
     keep_stored: bool = True,
     reader: FileReader | None = None,
+    rank: int = 0,
+    world: int = 1,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the packed tensors of the parameters in ``plan`` (decoder name -> format), as ``QuantizedTensor`` names
     them, in the order of the files.
 
     Weights in another format are rounded to ``dtype`` first and quantized on ``device``; those in the same format too
     unless their bytes are kept (``keep_stored``). No more than one parameter is in memory beside what was yielded.
-    Scales are stored such that the parameters can be sharded over ``tensor_parallel_size`` ranks. Checks are made at
-    once, as in ``hf.load``.
+    Scales are stored such that the parameters can be sharded over ``tensor_parallel_size`` ranks. Of experts only those
+    of ``rank`` of ``world`` are read. Checks are made at once, as in ``hf.load``.
     """
     config = read_config(folder)
     sources = locate_tensors(spec, stored_tensors(folder), read_quant_config(config), Path(folder))
-    how = _ReadOptions(dtype, tensor_parallel_size, keep_stored)
+    how = _ReadOptions(dtype, tensor_parallel_size, keep_stored, rank, world)
     return _iterate(sources, spec, plan, device, how, reader)
 
 
@@ -75,6 +77,8 @@ class _ReadOptions(NamedTuple):
     dtype: torch.dtype
     shards: int
     keep_stored: bool
+    rank: int
+    world: int
 
 
 def _iterate(
@@ -112,7 +116,10 @@ def _read_param(
         )
         return concat_segments([_move(part, params.device) for part in parts], how.shards)
 
-    return read(None) if len(shape) == 2 else stack([read(expert) for expert in range(shape[0])])
+    if len(shape) == 2:
+        return read(None)
+    count = shape[0] // how.world
+    return stack([read(expert) for expert in range(how.rank * count, (how.rank + 1) * count)])
 
 
 def _move(packed: QuantizedTensor, device: torch.device | str) -> QuantizedTensor:
