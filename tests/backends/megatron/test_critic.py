@@ -67,6 +67,7 @@ ADAPTERS: dict[str, tuple[Case, str | None, dict[str, Any]]] = {
     "dropout, pipeline": (Case("qwen3", {"pipeline": 2}), None, {"dropout": 0.3}),
     "unmerged": (Case("qwen3", {"tensor": 2, "sequence": True}), None, {"unmerged": True}),
     "tensor and pipeline": (Case("qwen3", {"tensor": 2, "pipeline": 2, "sequence": True}), None, {}),
+    "shared moments": (Case("qwen3", {"pipeline": 2}, DISTRIBUTED_OPTIMIZER), None, {}),
 }
 
 
@@ -96,12 +97,18 @@ def test_router_balancing_of_the_policy_is_not_in_the_gradients_of_an_adapter_cr
         assert abs(found["metrics"]["grad_norm"] - wanted["metrics"]["grad_norm"]) > 1e-3
 
 
-@pytest.mark.parametrize("form", [{}, {"dropout": 0.3}], ids=["LoRA", "dropout"])
-def test_an_adapter_critic_goes_on_to_the_bit_and_in_one_process(tmp_path: Path, form: dict[str, Any]):
+@pytest.mark.parametrize(
+    ("form", "flags"),
+    [({}, ()), ({"dropout": 0.3}, ()), ({}, DISTRIBUTED_OPTIMIZER)],
+    ids=["LoRA", "dropout", "shared moments"],
+)
+def test_an_adapter_critic_goes_on_to_the_bit_and_in_one_process(
+    tmp_path: Path, form: dict[str, Any], flags: tuple[str, ...]
+):
     folder, batch = cases.written(tmp_path / "model", "qwen3 untied"), head_cases.rewarded("qwen3 untied")
     lora, where, kept = cases.read_lora(folder, **form), layout({"tensor": 2, "pipeline": 2}), tmp_path / "kept"
     kept.mkdir()
-    for found in ranks(4, head_cases.adapter_ppo_shared, folder, where, (), batch, {}, lora, kept):
+    for found in ranks(4, head_cases.adapter_ppo_shared, folder, where, flags, batch, {}, lora, kept):
         assert found["resumed"][0] == found["resumed"][1] and found["equal"]
     assert {p.name for p in (kept / "critic").iterdir()} >= {"adapter", "value_head.safetensors"}
     assert not list((kept / "critic").glob("model*.safetensors"))

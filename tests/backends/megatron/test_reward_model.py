@@ -96,6 +96,7 @@ ADAPTERS: dict[str, tuple[Case, str | None, dict[str, Any]]] = {
     "DoRA": (Case("qwen3", {"tensor": 2, "sequence": True}), None, {"use_dora": True}),
     "dropout": (Case("qwen3", {"pipeline": 2}), None, {"dropout": 0.3}),
     "tensor and pipeline": (Case("qwen3", {"tensor": 2, "pipeline": 2}), None, {}),
+    "shared moments": (Case("qwen3", {"shard": 2}, DISTRIBUTED_OPTIMIZER), None, {}),
 }
 
 

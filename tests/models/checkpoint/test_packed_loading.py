@@ -13,6 +13,7 @@ from tests.models.test_large_checkpoints import filled
 
 from miles.core.errors import CheckpointError
 from miles.models.checkpoint import hf
+from miles.models.checkpoint.packed import load_packed
 from miles.models.packing import pack_params
 from miles.models.quantization import plan_quantization
 from miles.precision.formats import FORMATS, QuantizationSpec
@@ -88,6 +89,17 @@ def test_a_checkpoint_in_the_same_format_gives_its_own_bytes(name, tmp_path):
     totals = [key for key in loaded if key.endswith("_global_scale")]  # stored as a reciprocal
     assert all(torch.allclose(loaded.pop(key), stored.pop(key), rtol=2e-7, atol=0) for key in totals)
     assert_same_bytes(loaded, stored)
+
+
+def test_a_rank_reads_and_quantizes_its_own_experts(tmp_path):
+    model = twin(hf_model("qwen3 moe", **EXPERTS))
+    hf.export(model, tmp_path)
+    spec = packed(model.spec, "nvfp4")
+    plan = {name: quantized.format for name, quantized in plan_quantization(spec).items() if ".moe." in name}
+    whole = dict(load_packed(tmp_path, spec, plan))
+    parts = [dict(load_packed(tmp_path, spec, plan, rank=rank, world=2)) for rank in range(2)]
+    assert all(part.keys() == whole.keys() for part in parts)
+    assert_same_bytes({name: torch.cat([part[name] for part in parts]) for name in whole}, whole)
 
 
 def test_stored_bytes_are_quantized_again_where_they_are_not_to_be_kept(tmp_path):
