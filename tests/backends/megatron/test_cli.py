@@ -251,6 +251,25 @@ def test_a_run_of_adapters_resumes_from_megatrons_checkpoints_in_another_layout(
     assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
 
 
+def test_a_run_of_adapters_shares_moments_and_resumes_without_or_with_fsdp(tmp_path: Path):
+    inputs = write_inputs(tmp_path / "inputs")
+    how = ("--lora-rank", "4", "--lr", "1e-2", "--save-interval", "1")
+    two = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "2")
+    shared = (*two, "--megatron-use-distributed-optimizer")
+    wanted = train(inputs, tmp_path / "whole", *how, *two)
+    stop = ("--debug-exit-after-rollout", "2")
+    for name, first, then in (
+        ("shared", shared, shared),
+        ("fsdp", shared, ()),
+        ("to", (*two, "--pipeline-model-parallel-size", "2"), shared),
+    ):
+        run_miles("train", *flags(inputs, tmp_path / name, *how, *first, *stop, steps=3))
+        assert train(inputs, tmp_path / name, *how, *then) == pytest.approx(wanted, abs=1e-6)
+        last = "checkpoints/step-000003"
+        one, other = (_weights(tmp_path / each / last) for each in ("whole", name))
+        assert one.keys() == other.keys() and all(torch.allclose(one[n], other[n], atol=2e-3) for n in one)
+
+
 def test_a_run_killed_while_it_writes_in_the_background_resumes_from_the_checkpoint_before(tmp_path: Path):
     inputs = write_inputs(tmp_path / "inputs")
     how = ("--train-backend", "megatron", "--megatron-use-distributed-optimizer", "--actor-num-gpus-per-node", "2")

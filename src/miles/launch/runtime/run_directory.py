@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from miles.backends.megatron.config import drop_layout_flags
 from miles.config.cli import parse
 from miles.config.provenance import flatten_values, to_toml
 from miles.core.errors import ResumeError, StorageError, storage_errors
@@ -125,6 +126,7 @@ MAY_CHANGE = frozenset(
         "judge_token_env",
         "reward_num_workers",
         "reward_worker_concurrency",
+        "train_backend",
         "actor_num_nodes",
         "actor_num_gpus_per_node",
         "tensor_model_parallel_size",
@@ -180,6 +182,7 @@ MAY_CHANGE = frozenset(
 """Options that a resumed run may change: they do not affect what is learned."""
 
 
+_MEGATRON_FLAGS = "megatron_flags"
 # What a process leaves behind that was killed, or could not write, before the directory was a run; data given to the
 # library in memory is written before.
 _OWN_FILES = ("lock", "config.part", "data")
@@ -256,6 +259,8 @@ class RunDirectory:
         default = parse(Config, ()).config
         assert default is not None, "every option has a default"
         before, now = _flatten(default) | _merge_sections(stored), _flatten(config)
+        for values in (before, now):
+            values[_MEGATRON_FLAGS] = list(drop_layout_flags(values.get(_MEGATRON_FLAGS, ())))
         return {
             name: f"{name} was {before.get(name, 'unset')!r} and is now {now.get(name, 'unset')!r}"
             for name in sorted(before.keys() | now.keys())
