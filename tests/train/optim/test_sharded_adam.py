@@ -10,7 +10,7 @@ from miles.kernels.numerics import FAST
 from miles.train.config import TrainConfig
 from miles.train.optim.lr_scheduler import build_lr_schedule
 from miles.train.optim.optimizer import GradientError, Optimizer
-from miles.train.optim.sharded_adam import MomentShards
+from miles.train.optim.sharded_adam import ShardedMoments
 
 SHAPES = {"matrix": (5, 7), "norm": (3,), "experts": (2, 3, 3), "bias": (1,)}
 TOTAL = 57
@@ -24,7 +24,7 @@ def build_params() -> State:
 
 def build(params: State, group: CommGroup | None = None) -> Optimizer:
     config = TrainConfig(lr=1e-2, weight_decay=0.5, clip_grad=0.5)
-    shards = None if group is None else MomentShards(group, torch.device("cpu"))
+    shards = None if group is None else ShardedMoments(group, torch.device("cpu"))
     return Optimizer(params, config, build_lr_schedule(config, updates=10), shards=shards)
 
 

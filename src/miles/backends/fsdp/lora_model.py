@@ -39,7 +39,7 @@ from miles.train.model_protocols import (
     TrainModel,
 )
 from miles.train.optim.optimizer import full_grad_norm
-from miles.train.optim.sharded_adam import RankGroup, SharesMoments
+from miles.train.optim.sharded_adam import HasMomentsGroup, RankGroup
 
 _WEIGHTS, _CONFIG = f"{peft.FOLDER}/{peft.WEIGHTS}", f"{peft.FOLDER}/{peft.CONFIG}"
 
@@ -147,7 +147,7 @@ class LoraModel:
     @property
     def moments_group(self) -> RankGroup | None:
         """The ranks that share the moments of adapters, if the base model has such."""
-        return self._base_model.moments_group if isinstance(self._base_model, SharesMoments) else None
+        return self._base_model.moments_group if isinstance(self._base_model, HasMomentsGroup) else None
 
     @property
     def numerics(self) -> Numerics:

@@ -126,7 +126,7 @@ class DecoderModule(MegatronModule):
         """Build the decoder's module ``name`` of layer ``index``, uninitialized, on this rank's device."""
         module = build(device="meta", dtype=config.params_dtype, numerics=config.numerics)
         home = f"layers.{index}.{name}."
-        plan = plan_quantization(rank_spec(config)) if config.packed else {}
+        plan = plan_quantization(rank_spec(config)) if config.has_packed_weights else {}
         quantize_modules(module, {n.removeprefix(home): each for n, each in plan.items() if n.startswith(home)})
         if isinstance(module, MoeMlp):
             _keep_own_experts(module)

@@ -128,7 +128,8 @@ def build_param_mappings(
     With Transformer Engine and with batch-invariant layers every tensor-parallel rank has the down-projections of MLA
     in full. Parts that are ``adapted`` are the decoder's modules. A packed parameter is several tensors.
     """
-    cuts, modules, plan = compute_tp_shards(spec), choose_modules(spec, adapted), plan_quantization(spec)
+    cuts, modules = compute_tp_shards(spec), choose_modules(spec, adapted)
+    plan = plan_quantization(spec)
     mappings: dict[str, ParamMapping] = {}
     for name, parts in build_param_map(spec).items():
         shape = param_shape(parts)

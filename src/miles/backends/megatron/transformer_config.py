@@ -48,7 +48,7 @@ class DecoderTransformerConfig(MLATransformerConfig):
     adapted: frozenset[AdaptedPart] = field(default=frozenset(), kw_only=True)
 
     @property
-    def packed(self) -> bool:
+    def has_packed_weights(self) -> bool:
         """Whether some weights are packed."""
         return holds_packed_weights(self.decoder_spec)
 

@@ -17,7 +17,7 @@ from miles.train.optim.adam import Adam
 from miles.train.optim.lr_scheduler import LRSchedule, build_vision_lr_schedule
 from miles.train.optim.master_weights import LazyStates, TrainedParam, pop_state
 from miles.train.optim.muon import MatrixModel, Muon
-from miles.train.optim.sharded_adam import MomentShards, ShardedAdam, SharesMoments
+from miles.train.optim.sharded_adam import HasMomentsGroup, ShardedAdam, ShardedMoments
 
 GradNormFn = Callable[[Mapping[str, Tensor]], Tensor]
 """Global norm of a gradient, given this rank's shards."""
@@ -86,7 +86,7 @@ class Optimizer:
         lr_flag: str = "--lr",
         norm: GradNormFn | None = None,
         model: MatrixModel | None = None,
-        shards: MomentShards | None = None,
+        shards: ShardedMoments | None = None,
     ) -> None:
         self.updates = 0
         self._norm = norm or full_grad_norm
@@ -229,8 +229,9 @@ def build_optimizer(
     own = model.optimizer(train, schedule, lr_flag=lr_flag) if isinstance(model, HasOwnOptimizer) else None
     if own is not None:
         return own
-    group = model.moments_group if isinstance(model, SharesMoments) else None
-    shards = None if group is None else MomentShards(group, model.device)
+    shards: ShardedMoments | None = None
+    if isinstance(model, HasMomentsGroup) and model.moments_group is not None:
+        shards = ShardedMoments(model.moments_group, model.device)
     return Optimizer(parameters, train, schedule, lr_flag=lr_flag, norm=model.norm, model=model, shards=shards)
 
 

@@ -32,7 +32,7 @@ class RankGroup(Protocol):
 
 
 @runtime_checkable
-class SharesMoments(Protocol):
+class HasMomentsGroup(Protocol):
     """A model whose trained parameters every rank of ``moments_group`` has in full, or None where they are sharded."""
 
     @property
@@ -42,7 +42,7 @@ class SharesMoments(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MomentShards:
+class ShardedMoments:
     """The ranks that share moments, and the device that their collectives need."""
 
     group: RankGroup
@@ -59,7 +59,8 @@ class ParamRange(TrainedParam):
 
     def __init__(self, whole: TrainedParam, start: int, stop: int) -> None:
         assert whole.is_own_master, "a low-precision parameter would have a master of its own"
-        self._whole, self._start, self._stop = whole, start, stop
+        self._whole = whole
+        self._start, self._stop = start, stop
         super().__init__(whole.name, self.view(whole.parameter.detach()), offloaded=False)
 
     @property
@@ -80,7 +81,7 @@ class ParamRange(TrainedParam):
 class ShardedAdam:
     """The update rule of ``params``, float32 parameters that every rank has."""
 
-    def __init__(self, params: Sequence[TrainedParam], config: TrainConfig, shards: MomentShards) -> None:
+    def __init__(self, params: Sequence[TrainedParam], config: TrainConfig, shards: ShardedMoments) -> None:
         self._params = list(params)
         self._shards = shards
         self._steps: dict[str, int] = {}
