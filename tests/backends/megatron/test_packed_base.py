@@ -116,10 +116,10 @@ def test_a_checkpoint_is_continued_by_one_process_of_the_embedded_trainer(
     assert mine is not None and theirs is not None
     assert not cases.apart(mine.parameters, theirs.parameters, 1e-4)
     # The base, dequantized, plus the adapters.
-    read = hf.load(kept, device="cpu", dtype=torch.float32)
+    read = hf.load(kept, device="cpu", dtype=torch.float32).requires_grad_(False)
     (tmp_path / "own").mkdir()
     asyncio.run(own.save(tmp_path / "own"))
-    merged = hf.load(tmp_path / "own", device="cpu", dtype=torch.float32)
+    merged = hf.load(tmp_path / "own", device="cpu", dtype=torch.float32).requires_grad_(False)
     assert not cases.apart(dict(read.named_parameters()), dict(merged.named_parameters()), 1e-4)
 
 
