@@ -99,12 +99,12 @@ class ShardedAdam:
             if start < stop:
                 yield ParamRange(param, start, stop)
 
-    def step(self, lr: float, update: int) -> None:
-        """Apply the gradients to this rank's range, and get what the other ranks have updated."""
+    def step(self, lr: float, update: int, scale: Tensor | None = None) -> None:
+        """Apply the gradients, multiplied by ``scale``, to this rank's range; get what the other ranks have updated."""
         trained = [param.name for param in self._params if param.grad is not None]
         for each in self._ranges.values():
             each.bind()
-        self._adam.step(lr, update)
+        self._adam.step(lr, update, scale)
         for each in self._ranges.values():
             each.zero_grad()
         self._steps |= {name: self._steps.get(name, 0) + 1 for name in trained}
