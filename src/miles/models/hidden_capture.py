@@ -29,6 +29,10 @@ class HiddenCapture:
         with torch.no_grad():
             self._states[layer] = x_TD.detach() if deferred_TD is None else x_TD.detach() + deferred_TD.detach()
 
+    def state(self, layer: int) -> Tensor:
+        """Return what ``store`` was given for ``layer``."""
+        return self._states[layer]
+
     def concatenate(self) -> Tensor:
         """Return the states of the layers side by side, in the order of ``layers``: [T, len(layers) * D]."""
         return torch.cat([self._states[layer] for layer in self.layers], dim=-1)

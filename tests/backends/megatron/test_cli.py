@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.launch.small_run import ROOT, flags, untie_embeddings, write_inputs
+from tests.launch.test_draft_runs import accept_rates
 from tests.launch.test_image_runs import write_rows
 from tests.launch.test_preference_runs import write_pairs
 from tests.launch.test_upstream_flags import read_metrics
@@ -306,6 +307,27 @@ def test_mtp_layers_of_a_run_on_megatron_are_those_of_the_run_on_fsdp(tmp_path: 
     assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
     name = "model.mtp_layers.0.input_proj.weight"
     assert not torch.allclose(two[name], own[name], atol=2e-3)
+
+
+def test_an_eagle_head_of_a_run_on_megatron_is_that_of_the_run_on_fsdp_and_drafts(tmp_path: Path):
+    inputs = write_inputs(tmp_path / "inputs", moe=True)
+    eagle = ("--draft-train", "eagle3", "--draft-lr", "1e-2", "--draft-train-steps", "2", "--parity", "exact")
+    eagle += ("--speculative-algorithm", "eagle3", "--disable-speculative-adaptive")
+    wanted = train(inputs, tmp_path / "fsdp", *eagle)
+    ranks = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2")
+    saved = ("--ckpt-format", "torch_dist", "--save-hf", str(tmp_path / "exported-{rollout_id}"))
+    assert train(inputs, tmp_path / "megatron", *eagle, *ranks, *saved) == pytest.approx(wanted, abs=1e-6)
+    one, two, exported = (
+        _weights(folder / "draft")
+        for folder in (
+            *(tmp_path / name / "checkpoints/step-000003" for name in ("fsdp", "megatron")),
+            tmp_path / "exported-3",
+        )
+    )
+    assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
+    assert all(torch.equal(exported[n], two[n]) for n in two)
+    found, plain = (accept_rates(tmp_path / name) for name in ("megatron", "fsdp"))
+    assert max(found) > 0 and found == pytest.approx(plain, abs=1e-2)
 
 
 def train_on_images(folder: Path, run: Path, *more: str) -> list[dict[str, float]]:

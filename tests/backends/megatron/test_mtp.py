@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.backends.megatron.mtp_cases import compare_first_depth, train_mtp
+from tests.backends.megatron.draft_cases import DraftRun, compare_first_depth, train_alone, train_on_ranks
 from tests.backends.megatron.test_model import DISTRIBUTED_OPTIMIZER, layout
 from tests.models.draft.mtp_checkpoints import make_reference, save_reference
 from tests.pool import ranks
-from tests.train.draft_ranks import TRAIN, train, trainer_of
+from tests.train.draft_ranks import TRAIN
 from tests.train.small_trainer import ragged
 
 pytestmark = [
@@ -49,11 +49,10 @@ def test_ranks_train_the_mtp_layers_of_one_process_and_leave_the_policy_as_it_is
     where, settings = layout(sizes), TRAIN
     if kind in SPARSE:  # whose drafts are trained one step deep
         settings = replace(TRAIN, draft_train_steps=1)
-    how = (tmp_path / "model", where, flags, BATCHES, True, None, None, settings)
-    found = ranks(where.world, train_mtp, *how)
-    plain = ranks(where.world, train_mtp, tmp_path / "model", where, flags, BATCHES, False)
-    trainer, expected = trainer_of(tmp_path / "model", "mtp", None, settings)
-    wanted = train(trainer, BATCHES)
+    how, run = (tmp_path / "model", where, flags, BATCHES), DraftRun(kind="mtp", train=settings)
+    found = ranks(where.world, train_on_ranks, *how, run)
+    plain = ranks(where.world, train_on_ranks, *how, replace(run, kind=None))
+    wanted, _, expected = train_alone(tmp_path / "model", BATCHES, run)
     for (metrics, policy, mtp), (_, plain_policy, _) in zip(found, plain, strict=True):
         assert all(np.array_equal(policy[name], plain_policy[name]) for name in plain_policy)
         assert all(np.array_equal(mtp[name], found[0][2][name]) for name in mtp)
@@ -62,8 +61,8 @@ def test_ranks_train_the_mtp_layers_of_one_process_and_leave_the_policy_as_it_is
             assert mine["draft_grad_norm"] == pytest.approx(whole["draft_grad_norm"], rel=1e-4)
             last = f"draft_agreement_{settings.draft_train_steps}"
             assert mine[last] == pytest.approx(whole[last])
-        for name, value in expected.named_parameters():
-            np.testing.assert_allclose(mtp[name], value.detach().numpy(), rtol=1e-3, atol=1e-4, err_msg=name)
+        for name, value in expected.items():
+            np.testing.assert_allclose(mtp[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
 def test_a_checkpoint_contains_the_trained_mtp_tensors_and_is_resumed_to_the_bit(tmp_path: Path):
@@ -71,10 +70,10 @@ def test_a_checkpoint_contains_the_trained_mtp_tensors_and_is_resumed_to_the_bit
     where, more = layout({"pipeline": 2}), [list(ragged(5, seed=9))]
     for name in ("half", "whole", "resumed"):
         (tmp_path / name).mkdir()
-    folder = tmp_path / "model"
-    half = ranks(2, train_mtp, folder, where, (), BATCHES, True, tmp_path / "half")
-    whole = ranks(2, train_mtp, folder, where, (), [*BATCHES, *more], True, tmp_path / "whole")
-    resumed = ranks(2, train_mtp, folder, where, (), more, True, tmp_path / "resumed", tmp_path / "half")
+    folder, run = tmp_path / "model", DraftRun(kind="mtp")
+    half = ranks(2, train_on_ranks, folder, where, (), BATCHES, run, tmp_path / "half")
+    whole = ranks(2, train_on_ranks, folder, where, (), [*BATCHES, *more], run, tmp_path / "whole")
+    resumed = ranks(2, train_on_ranks, folder, where, (), more, run, tmp_path / "resumed", tmp_path / "half")
     for part in (1, 2):
         assert all(np.array_equal(whole[0][part][name], resumed[0][part][name]) for name in whole[0][part])
     stored = {n: t for f in sorted((tmp_path / "half").glob("model*.safetensors")) for n, t in load_file(f).items()}

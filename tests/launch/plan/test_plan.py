@@ -245,6 +245,9 @@ def test_the_memory_plan_counts_what_is_known():
     }
 
 
+STAGES = "--pipeline-model-parallel-size 2 --actor-num-gpus-per-node 2"
+
+
 def test_the_memory_plan_counts_drafts_in_trainer_and_engine():
     spec = spec_from_config(read_config("model"))
     line = "--engine-kv-tokens 1000 --device cpu --dtype bfloat16 --draft-train eagle3 --draft-train-steps 2"
@@ -262,6 +265,14 @@ def test_the_memory_plan_counts_drafts_in_trainer_and_engine():
     assert engine["draft kv cache"] == 1000 * (2 * 2 * 24) * 2
     apart = {s.name: s.bytes for s in estimate_memory(*planned(f"{drafting} --max-weight-staleness 1"), spec)}
     assert apart["engine draft"] == 2 * head
+
+    line = line.replace(
+        "--device cpu --dtype bfloat16", "--dtype float32 --train-backend megatron --max-tokens-per-gpu 64"
+    )
+    staged = {s.name: s.bytes for s in estimate_memory(*planned(f"{line} {STAGES}"), spec)}
+    alone = {s.name: s.bytes for s in estimate_memory(*planned(line), spec)}
+    # What the last of two stages receives of three layers, two of them the same; whole embedding and head.
+    assert staged["draft activations"] - alone["draft activations"] == 4 * 96 * (64 + 2 * 1000)
 
     smaller = "--engine-kv-tokens 1000 --speculative-algorithm draft-model --speculative-draft-model-path model"
     shares = {s.name: s.bytes for s in estimate_memory(*planned(smaller), spec)}

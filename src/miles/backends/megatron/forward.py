@@ -1,7 +1,8 @@
 """Micro-batches through Megatron's pipeline schedules: each stage's forward, and the loss on the last.
 
 Every stage runs its layers; the last passes hidden states to the loss callback and differentiates its loss. Kept
-tensors are broadcast to all stages at the end. Shapes: ``t`` slots of this rank, ``D`` features, ``n`` micro-batches.
+tensors are broadcast to all stages at the end. Shapes: ``t`` slots of this rank, ``D`` features, ``F`` those of
+all captured layers, ``n`` micro-batches.
 """
 
 # pyright: reportMissingImports=false
@@ -25,6 +26,7 @@ from miles.backends.megatron.router import RouterBalance
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig, find_router_conflict
 from miles.core.errors import UsageError
 from miles.kernels.attention.indexer_replay import IndexerSelections
+from miles.models.hidden_capture import HiddenCapture
 from miles.models.parallel.tp_sharding import ShardSegment
 from miles.train.indexer_replay import IndexerCounts, collect_counts
 from miles.train.logprobs import HeadOutput, PolicyFeatures, TrainedHeadLora
@@ -50,6 +52,17 @@ class _VocabShard:
         return self.group.max(x)
 
 
+@dataclass(frozen=True, slots=True)
+class DraftFeatures:
+    """What a draft model reads of the policy: the outputs of ``layers``, or if there are none the hidden states after
+    the final norm, and whole embedding and head.
+    """
+
+    layers: tuple[int, ...]
+    embedding_VD: Tensor
+    head_VD: Tensor
+
+
 def run_forward_backward(
     chunks: Sequence[GPTBackbone],
     tf_config: DecoderTransformerConfig,
@@ -61,14 +74,14 @@ def run_forward_backward(
     balance: RouterBalance,
     stopwatch: Stopwatch | None = None,
     add_expert_load: Callable[[Tensor], None] | None = None,
-    vocabulary_weights: tuple[Tensor, Tensor] | None = None,
+    draft: DraftFeatures | None = None,
     build_lora: Callable[[], TrainedHeadLora | None] = lambda: None,
 ) -> list[KeptTensors]:
     """Return what the loss callback keeps of every micro-batch, in order; gradients accumulate if grad mode is enabled.
 
     ``balance`` adds its losses to the gradients. ``stopwatch`` runs during this rank's forward. ``add_expert_load``
-    gets how often each expert was selected for this rank's slots, [L, E], if there are gradients. With whole
-    ``vocabulary_weights`` outputs have a draft's features. ``build_lora`` returns the adapter of the output layer.
+    gets how often each expert was selected for this rank's slots, [L, E], if there are gradients. Outputs have what a
+    ``draft`` reads. ``build_lora`` returns the adapter of the output layer.
     """
     if not plan:
         return []
@@ -90,7 +103,7 @@ def run_forward_backward(
         for rows in plan
     ]
     steps = _list_steps(batches, tf_config, state)
-    stage = _Stage(tf_config, state, judge, vocabulary_weights, build_lora, with_grad=with_grad)
+    stage = _Stage(tf_config, state, judge, draft, build_lora, with_grad=with_grad)
     for chunk in chunks:
         chunk.train(with_grad)
     with torch.set_grad_enabled(with_grad):
@@ -154,12 +167,12 @@ class _Stage:
         tf_config: DecoderTransformerConfig,
         state: ParallelState,
         judge: LossCallback,
-        vocabulary_weights: tuple[Tensor, Tensor] | None,
+        draft: DraftFeatures | None,
         build_lora: Callable[[], TrainedHeadLora | None],
         *,
         with_grad: bool,
     ) -> None:
-        self._vocabulary_weights = vocabulary_weights
+        self._draft = draft
         self._build_lora = build_lora
         self._tf_config = tf_config
         self._state = state
@@ -176,30 +189,64 @@ class _Stage:
     def forward(self, steps: Iterator[_Step], model: GPTBackbone) -> tuple[Tensor, Any]:
         """Run a stage's layers; the returned function computes the loss on the last stage."""
         number, batch = next(steps)
+        capture = HiddenCapture(self._draft.layers) if self._draft is not None and self._draft.layers else None
+        batch.packed.capture = capture
         out_t1D = model(batch.tokens_1t, None, None, packed_seq_params=batch.packed)
+        # A layer that is recomputed in backward captures nothing.
+        batch.packed.capture = None
         if not self._with_grad:
             for layer in range(self._tf_config.decoder_spec.num_layers):
                 batch.packed.attn_backend.drop_selection(layer)
             batch.packed.positions.shared_kv.clear()
             batch.packed.sent_deepstack_sD.clear()
-        return out_t1D, partial(self._loss, model, number, batch)
+        return out_t1D, partial(self._loss, model, number, batch, capture)
 
     def _loss(
-        self, model: GPTBackbone, number: int | None, batch: MegatronBatch, out_t1D: Tensor
+        self,
+        model: GPTBackbone,
+        number: int | None,
+        batch: MegatronBatch,
+        capture: HiddenCapture | None,
+        out_t1D: Tensor,
     ) -> tuple[Tensor, Tensor, tuple[int | None, KeptTensors]]:
         if self._tf_config.sequence_parallel:
             out_t1D = gather_from_sequence_parallel_region(out_t1D, tensor_parallel_output_grad=False)
         hidden_tD = out_t1D.squeeze(1)
         loss, kept = None, {}
         if number is not None:
-            loss, kept = self._judge(number, self._output(model, number, batch, hidden_tD))
+            features = self._join_features(model, batch, capture, hidden_tD)
+            loss, kept = self._judge(number, self._output(model, number, batch, hidden_tD, features))
         if loss is None:
             loss = hidden_tD[:0].sum()
         elif self._with_grad and not loss.requires_grad:
             loss = loss + hidden_tD[:0].sum()
         return loss, torch.zeros((), dtype=torch.int), (number, kept)
 
-    def _output(self, model: GPTBackbone, number: int, batch: MegatronBatch, hidden_tD: Tensor) -> HeadOutput:
+    @torch.no_grad()
+    def _join_features(
+        self, model: GPTBackbone, batch: MegatronBatch, capture: HiddenCapture | None, hidden_tD: Tensor
+    ) -> PolicyFeatures | None:
+        """Return what a draft model reads of all tokens of the micro-batch, from this rank's slots."""
+        if self._draft is None:
+            return None
+        features_tF = hidden_tD.detach()
+        if capture is not None:
+            features_tF = model.concatenate_captured(capture).to(self._tf_config.params_dtype)
+            if self._tf_config.sequence_parallel:
+                features_tF = torch.cat(self._state.tp_group.gather(features_tF))
+        features_TF = batch.join_slots(features_tF, self._state.cp_group)
+        return PolicyFeatures(
+            features_TF=features_TF, embedding_VD=self._draft.embedding_VD, head_VD=self._draft.head_VD
+        )
+
+    def _output(
+        self,
+        model: GPTBackbone,
+        number: int,
+        batch: MegatronBatch,
+        hidden_tD: Tensor,
+        features: PolicyFeatures | None,
+    ) -> HeadOutput:
         flips = replayed = load_LE = None
         replay = batch.packed.replay
         # ``count`` fills these in when all stages are done.
@@ -212,11 +259,6 @@ class _Stage:
         if batch.packed.selections is not None:
             none = torch.zeros(2, dtype=torch.int64, device=hidden_tD.device)
             indexer = self._indexer_counts[number] = IndexerCounts(*none.unbind())
-        features = None
-        if self._vocabulary_weights is not None:
-            found_TD = batch.join_slots(hidden_tD.detach(), self._state.cp_group)
-            embedding_VD, head_VD = self._vocabulary_weights
-            features = PolicyFeatures(features_TF=found_TD, embedding_VD=embedding_VD, head_VD=head_VD)
         return HeadOutput(
             hidden_RD=hidden_tD.index_select(0, batch.at_r),
             head_VD=model.head(),

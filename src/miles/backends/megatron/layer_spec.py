@@ -55,6 +55,7 @@ from miles.kernels.attention.params import AttentionInputs, AttentionParams
 from miles.kernels.fused.rms_norm import rms_norm
 from miles.kernels.numerics import FAST
 from miles.models.decoder import scale_embedding
+from miles.models.hidden_capture import HiddenCapture
 from miles.models.layers.rope import Positions, apply_rotary
 from miles.models.spec import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec
 from miles.models.vision.tower import VisionTower
@@ -177,17 +178,24 @@ class ReplayTransformerLayer(TransformerLayer):
         if isinstance(self.mlp, DecoderMlp | DecoderMoe):
             self.mlp.attn_backend = packed_seq_params.attn_backend
         if self.streams is not None:
-            return self.streams(self, hidden_states, context, packed_seq_params), context
-        out: Any = super().forward(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
-        hidden_states = out[0]
+            hidden_states = self.streams(self, hidden_states, context, packed_seq_params)
+        else:
+            out: Any = super().forward(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
+            hidden_states = self._finish(out[0], context, packed_seq_params)
+        if packed_seq_params.capture is not None and packed_seq_params.capture.wants(index):
+            packed_seq_params.capture.store(index, hidden_states, None)
+        return hidden_states, context
+
+    def _finish(self, hidden_states: Tensor, context: Tensor | None, packed: PackedParams) -> Tensor:
+        """Return the hidden states behind what a layer with one residual stream does after its MLP."""
+        index = self.layer_number - 1
         if self.per_layer is not None:
-            assert context is not None
-            x_sD = hidden_states.squeeze(1)
-            hidden_states = hidden_states + self.per_layer(x_sD, select_input(context, spec, index)).unsqueeze(1)
+            assert context is not None and isinstance(self.config, DecoderTransformerConfig)
+            input_sP = select_input(context, self.config.decoder_spec, index)
+            hidden_states = hidden_states + self.per_layer(hidden_states.squeeze(1), input_sP).unsqueeze(1)
         if self.output_scale is not None:
             hidden_states = hidden_states * self.output_scale
-        hidden_states = add_deepstack(hidden_states, packed_seq_params, self.layer_number - 1)
-        return hidden_states, context
+        return add_deepstack(hidden_states, packed, index)
 
 
 class GPTBackbone(GPTModel):
@@ -260,6 +268,14 @@ class GPTBackbone(GPTModel):
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states if self._output_divisor == 1.0 else hidden_states / self._output_divisor
+
+    @torch.no_grad()
+    def concatenate_captured(self, capture: HiddenCapture) -> Tensor:
+        """Return the outputs of the captured layers side by side, [s, F]; the last stage joins residual streams."""
+        states = [capture.state(layer) for layer in capture.layers]
+        if self.residual is not None:
+            states = [self.residual.join(x_sSD) for x_sSD in states]
+        return torch.cat([x_s1D.squeeze(1) for x_s1D in states], -1)
 
     def head(self) -> Tensor:
         """Return the output weight, this tensor-parallel rank's rows."""

@@ -22,7 +22,7 @@ from miles.backends.megatron import checkpoint, patches
 from miles.backends.megatron.buffers import ParamGradBuffers
 from miles.backends.megatron.distributed_optimizer import MegatronOptimizer
 from miles.backends.megatron.flags import DISTRIBUTED_OPTIMIZER, parse_flags
-from miles.backends.megatron.forward import run_forward_backward
+from miles.backends.megatron.forward import DraftFeatures, run_forward_backward
 from miles.backends.megatron.layer_spec import GPTBackbone, build_gpt_backbone
 from miles.backends.megatron.lora import attach_adapters, find_part
 from miles.backends.megatron.module_choice import list_adapted_parts
@@ -158,7 +158,8 @@ class MegatronModel:
         self.spec = tf_config.decoder_spec
         self._config, self._like = config, like
         self._stopwatch, self._tokens = Stopwatch(tf_config.param_device), 0
-        self._has_features = self._has_images = False
+        self._feature_layers: tuple[int, ...] | None = None
+        self._has_images = False
         self._adapters: LoraAdapters | None = None
         self._adapter_hooks: list[RemovableHandle] = []
         self._beside = False
@@ -222,7 +223,6 @@ class MegatronModel:
     ) -> list[KeptTensors]:
         """As that of a TrainModel. If it ``is_policy``, router balancing and a draft's features are as configured."""
         balance = self.tf_config.balance if is_policy else RouterBalance()
-        has_features = is_policy and self._has_features and torch.is_grad_enabled()
         self._tokens += sum(len(rows.tokens_T) for rows in plan)
         # Every rank knows whether a global batch has images, also one whose samples have none.
         self._has_images |= torch.is_grad_enabled() and any(rows.images is not None for rows in plan)
@@ -236,7 +236,7 @@ class MegatronModel:
             stopwatch=self._stopwatch,
             balance=balance,
             add_expert_load=self._add_expert_load if balance.bias_rate else None,
-            vocabulary_weights=self._gather_vocabulary() if has_features else None,
+            draft=self._gather_draft_features() if is_policy and torch.is_grad_enabled() else None,
             build_lora=self._build_head_lora,
         )
 
@@ -247,17 +247,21 @@ class MegatronModel:
         return build_head_lora(self._adapters, merged=not self._beside, part_of=self.local_part)
 
     def enable_features(self, layers: Sequence[int]) -> None:
-        """Return the features of an MTP draft from every forward with gradients from now on."""
-        assert not layers, "a rule refuses drafts that read the output of other layers than the last"
-        self._has_features = True
+        """Return the features of a draft model from every forward with gradients from now on."""
+        self._feature_layers = tuple(layers)
 
     @torch.no_grad()
-    def _gather_vocabulary(self) -> tuple[Tensor, Tensor]:
-        """Gather the whole embedding and head, which are on other stages and tensor-parallel ranks, on every rank."""
+    def _gather_draft_features(self) -> DraftFeatures | None:
+        """Gather the whole embedding and head, which are on other stages and tensor-parallel ranks, on every rank.
+
+        None if no draft is trained.
+        """
+        if self._feature_layers is None:
+            return None
         params, dtype = self.parameters(), self.tf_config.params_dtype
         names = (TIED, TIED if self.spec.tie_embeddings else LM_HEAD)
         found = {name: self.gather(name, params[name].detach().to(dtype)) for name in dict.fromkeys(names)}
-        return found[names[0]], found[names[1]]
+        return DraftFeatures(self._feature_layers, found[names[0]], found[names[1]])
 
     def _add_expert_load(self, load_LE: Tensor) -> None:
         self._expert_load_LE = load_LE if self._expert_load_LE is None else self._expert_load_LE + load_LE

@@ -41,6 +41,7 @@ from miles.kernels.attention.tree import Segment, TreeAttentionBackend
 from miles.kernels.attention.varlen import FreshRecurrentState
 from miles.kernels.batch_invariant.packed_attention import BatchInvariantTreeBackend
 from miles.kernels.numerics import FAST, Numerics
+from miles.models.hidden_capture import HiddenCapture
 from miles.models.layers.attention_backend import AttentionBackend
 from miles.models.layers.rope import Positions
 from miles.models.parallel.sequence_shard import shard_sequences
@@ -319,6 +320,8 @@ class PackedParams(PackedSeqParams):
     """Features of ``vision`` that the first layers add, of the forward that runs."""
     sent_deepstack_sD: dict[int, Tensor] = field(default_factory=dict, kw_only=True)
     """What layers of this stage add to all slots: such features that an earlier stage has sent."""
+    capture: HiddenCapture | None = field(default=None, kw_only=True)
+    """Takes the output of some layers of this and earlier stages, [s, 1, D] or its residual streams [s, S, D]."""
 
 
 class MegatronRows(Protocol):

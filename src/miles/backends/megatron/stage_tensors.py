@@ -1,9 +1,9 @@
-"""What a pipeline stage sends to the next one beside the residual stream: shared keys, selections, deepstack features.
+"""What a pipeline stage sends to the next one beside the residual stream: shared keys, selections, features.
 
 Layers of later stages attend to the keys of a layer of this one, or to the tokens that its indexer selects, or add
-features of the vision tower. All of it is behind the channels of the residual stream in the one tensor that Megatron
-sends, so that gradients of keys and features come back with those of the stream. Selections are integers, of which the
-bytes are sent.
+features of the vision tower; a draft model reads the output of some layers on the last stage. All of it is behind the
+channels of the residual stream in the one tensor that Megatron sends, so that gradients of keys and features come back
+with those of the stream. Selections are integers, of which the bytes are sent. Captured outputs have no gradient.
 
 Shapes: ``t`` slots of this rank, ``s`` those that are its own under sequence parallelism, 1 Megatron's batch dimension,
 X channels of the residual stream, G key-value heads of this rank, d channels of a key.
@@ -56,6 +56,8 @@ class StageTensors:
     def __init__(self, config: DecoderTransformerConfig, *, first: int, end: int) -> None:
         spec = config.decoder_spec
         self._width = spec.hidden_size
+        self._streams = spec.streams if spec.altup is None else spec.altup.streams
+        self._first, self._end = first, end
         self._got, self._sent = list_stage_inputs(spec, first), list_stage_inputs(spec, end)
         self._layers = rank_spec(config).layers
         # Another stage of this rank may have made the selections, and select them again in backward.
@@ -73,6 +75,8 @@ class StageTensors:
         if packed.has_images:
             like_s1D = x_s1X[..., : self._width]
             parts += [spread_deepstack(packed, layer, like_s1D).unsqueeze(1) for layer in self._sent.deepstack]
+        if packed.capture is not None:
+            parts += [_fold(packed.capture.state(layer), x_s1X) for layer in _list_captured(packed, self._end)]
         return x_s1X if len(parts) == 1 else torch.cat(parts, -1)
 
     def receive(self, received_s1X: Tensor, packed: PackedParams) -> Tensor:
@@ -83,6 +87,8 @@ class StageTensors:
         per_number = 4 // received_s1X.element_size() * each
         widths += [self._count(source) * per_number for source in self._got.selections]
         widths += [self._width] * len(self._got.deepstack) if packed.has_images else []
+        captured = _list_captured(packed, self._first)
+        widths += [self._streams * self._width] * len(captured)
         rest = received_s1X.shape[-1] - sum(widths)
         x_s1X, *parts = received_s1X.split([rest, *widths], -1)
         taken = iter(parts)
@@ -100,6 +106,9 @@ class StageTensors:
         if packed.has_images:
             packed.sent_deepstack_sD |= {layer: next(taken).squeeze(1) for layer in self._got.deepstack}
             _drop_after(received_s1X, packed.sent_deepstack_sD.clear)
+        if packed.capture is not None:
+            for layer in captured:
+                packed.capture.store(layer, next(taken).unflatten(-1, (self._streams, -1)).squeeze(1), None)
         return x_s1X
 
     def _attention(self, layer: int) -> AttentionSpec:
@@ -125,6 +134,11 @@ def _fold(x_t: Tensor, like_s1X: Tensor) -> Tensor:
     """Return rows of all slots as channels of this rank's own."""
     assert x_t.dtype == like_s1X.dtype
     return x_t.reshape(len(like_s1X), 1, -1)
+
+
+def _list_captured(packed: PackedParams, end: int) -> list[int]:
+    """List the layers before ``end`` whose output is captured."""
+    return [] if packed.capture is None else sorted({layer for layer in packed.capture.layers if layer < end})
 
 
 def _drop_after(received_s1X: Tensor, drop: Callable[[], object]) -> None:

@@ -382,8 +382,9 @@ def _estimate_draft_training(config: Config, plan: Plan, spec: DecoderSpec) -> t
         longest=min(longest, tokens),
         dtype=dtype,
         fused=on_gpu,
-        gathered=plan.layout.tensor > 1,
+        gathered=_gathers_vocabulary(config, plan),
     )
+    activations += _count_sent_features(plan, spec, draft, tokens) * BYTES[dtype]
     optimizer = MemoryShare(
         name="draft adam",
         bytes=draft_optimizer_bytes(draft, dtype, train.optimizer_state_dtype),
@@ -399,6 +400,24 @@ def _estimate_draft_training(config: Config, plan: Plan, spec: DecoderSpec) -> t
             note=f"{train.draft_train_steps} steps of {tokens:,} tokens, beside the policy's",
         ),
     )
+
+
+def _gathers_vocabulary(config: Config, plan: Plan) -> bool:
+    """Whether a rank has copies of the policy's embedding and head for the draft, or reads its own."""
+    if plan.layout.tensor > 1:
+        return True
+    # Megatron's stages have one of the two, and its trained parameters are float32 masters.
+    return config.train.train_backend == "megatron" and (plan.layout.pipeline > 1 or plan.dtype != "float32")
+
+
+def _count_sent_features(plan: Plan, spec: DecoderSpec, draft: DraftSpec, tokens: int) -> int:
+    """Number of values of captured layers that the last pipeline stage receives with a micro-batch."""
+    layout = plan.layout
+    if layout.pipeline == 1:
+        return 0
+    slots = -(-tokens // (layout.context * (layout.tensor if layout.sequence else 1)))
+    streams = spec.streams if spec.altup is None else spec.altup.streams
+    return len(set(draft.capture_layers)) * streams * spec.hidden_size * slots
 
 
 def _describe_draft(draft: DraftSpec | DecoderSpec) -> str:

@@ -19,11 +19,6 @@ def check_draft_trainer(c: Config) -> Iterator[str]:
     if c.train.draft_train == "none":
         return
     flag = f"--draft-train {c.train.draft_train}"
-    if c.train.train_backend == "megatron" and c.train.draft_train == "eagle3":
-        yield (
-            f"{flag} reads the output of several layers, which --train-backend megatron does not return; use "
-            f"--draft-train mtp, --train-backend fsdp, or remove {flag}."
-        )
     if c.hooks.custom_model_provider_path is not None:
         yield f"{flag} does not support --custom-model-provider-path, whose model is unknown; remove one of them."
     if c.algo.loss_type == "rm_loss":

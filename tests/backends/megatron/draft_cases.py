@@ -1,9 +1,10 @@
-"""A policy with MTP layers on Megatron's ranks. Imported by the ranks: no transformers here."""
+"""A policy and its draft on Megatron's ranks, and in one process. Imported by the ranks: no transformers here."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +14,62 @@ from tests.train.draft_ranks import TRAIN, train
 from torch.nn import functional as F
 
 from miles.algo.config import AlgoConfig
+from miles.backends.fsdp.local_model import LocalModel
 from miles.cluster.executor import InlineExecutor
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.types import Sample
 from miles.kernels.attention.varlen import VarlenAttentionBackend
+from miles.kernels.numerics import FAST, Numerics
+from miles.models.checkpoint import hf
 from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.draft.base import PolicyWeights
-from miles.models.draft.checkpoint import load_mtp
+from miles.models.draft.checkpoint import init_eagle, load_mtp
+from miles.models.draft.eagle import EagleDraft
 from miles.models.draft.mtp import MtpDraft
+from miles.models.draft.spec import build_eagle_spec
 from miles.models.families import spec_from_config
 from miles.models.spec import DecoderSpec
 from miles.train.batch_tensors import flatten_batch, pack_micro_batch
 from miles.train.config import TrainConfig
+from miles.train.dp_group import SINGLE_RANK
 from miles.train.draft_trainer import DraftTrainer
 from miles.train.policy_trainer import PolicyTrainer
 
 Found = tuple[list[dict[str, float]], dict[str, np.ndarray], dict[str, np.ndarray]]
+Batches = Sequence[Sequence[Sample]] | str
+"""Samples of each step, or the kind of model of one step whose samples have images."""
 
 
-def train_mtp(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRun:
+    """Which draft is trained, if any, and how; with ``modules`` the policy is adapters of these."""
+
+    kind: str | None
+    train: TrainConfig = TRAIN
+    numerics: Numerics = FAST
+    temperature: float = 1.0
+    modules: str | None = None
+
+
+def train_alone(folder: Path, batches: Batches, run: DraftRun) -> Found:
+    """The metrics of each step, the policy and its draft after them: one process of the embedded trainer."""
+    decoder = hf.load(folder, device="cpu", dtype=torch.float32, numerics=run.numerics)
+    model: Any = LocalModel(decoder, config=read_config(folder), frozen=run.modules is not None)
+    return _train(model, folder, batches, run, SINGLE_RANK)
+
+
+def train_on_ranks(
     rank: int,
     world: int,
     folder: Path,
     layout: ParallelDims,
     flags: tuple[str, ...],
-    batches: list[list[Sample]],
-    with_draft: bool,
+    batches: Batches,
+    run: DraftRun,
     target: Path | None = None,
     start: Path | None = None,
-    draft_config: TrainConfig = TRAIN,
 ) -> Found:
-    """The metrics of each step, the whole policy and this rank's MTP layers after them."""
+    """The same on one of Megatron's ranks, from the checkpoint ``start`` if there is one."""
     from tests.backends.megatron.shim import on_cpu
 
     with on_cpu():
@@ -51,27 +77,74 @@ def train_mtp(
         from miles.backends.megatron.parallel_state import destroy_parallel_state
 
         config = read_config(folder)
-        spec = spec_from_config(config)
-        model = load_megatron_model(folder, spec, layout, dtype=torch.float32, flags=flags, config=config)
+        spec, how = spec_from_config(config), {"flags": flags, "config": config, "numerics": run.numerics}
+        if run.modules is not None:
+            from tests.backends.megatron.cases import lora_of
+
+            how |= {"frozen": True, "lora": lora_of(spec, run.modules)}
+        model = load_megatron_model(folder, spec, layout, dtype=torch.float32, **how)
         try:
-            made, draft, group = None, None, model.dp_group
-            if with_draft:
-                made = load_mtp(folder, spec, device="cpu", dtype=torch.float32)
-                stages = layout.pipeline
-                draft = DraftTrainer(made, train=draft_config, temperature=1.0, dp_group=group, pipeline_size=stages)
-            options: Any = {"algo": AlgoConfig(), "train": TRAIN, "steps": 1, "updates": 10, "temperature": 1.0}
-            trainer = PolicyTrainer(model, **options, run=InlineExecutor(), draft=draft, dp_group=group)
-            if start is not None:
-                asyncio.run(trainer.load(start))
-            metrics = train(trainer, batches)
-            if target is not None:
-                asyncio.run(trainer.save(target))
-                model.barrier()
-            policy = {n: model.gather(n, p.detach()).numpy().copy() for n, p in model.parameters().items()}
-            mtp = {} if made is None else {n: p.detach().numpy().copy() for n, p in made.named_parameters()}
-            return metrics, policy, mtp
+            found = _train(model, folder, batches, run, model.dp_group, layout.pipeline, target, start)
+            model.barrier()
+            return found
         finally:
             destroy_parallel_state()
+
+
+def _train(
+    model: Any,
+    folder: Path,
+    batches: Batches,
+    run: DraftRun,
+    group: Any,
+    stages: int = 1,
+    target: Path | None = None,
+    start: Path | None = None,
+) -> Found:
+    if run.modules is not None:
+        from tests.backends.megatron.cases import adapted, read_lora
+
+        model = adapted(model, folder, read_lora(folder, run.modules))
+    draft = build_draft(folder, run)
+    drafter = None
+    if draft is not None:
+        drafter = DraftTrainer(
+            draft, train=run.train, temperature=run.temperature, dp_group=group, pipeline_size=stages
+        )
+    policy_train = run.train
+    if isinstance(batches, str):
+        from tests.backends.megatron.vision_cases import TOKENS, image_samples
+
+        batches = [image_samples(batches, "turns")] * 2
+        policy_train = replace(policy_train, max_tokens_per_gpu=TOKENS)
+    trainer = PolicyTrainer(
+        model,
+        algo=AlgoConfig(),
+        train=policy_train,
+        steps=1,
+        updates=10,
+        temperature=run.temperature,
+        run=InlineExecutor(),
+        draft=drafter,
+        dp_group=group,
+    )
+    if start is not None:
+        asyncio.run(trainer.load(start))
+    metrics = train(trainer, [list(samples) for samples in batches])
+    if target is not None:
+        asyncio.run(trainer.save(target))
+    policy = {n: model.gather(n, p.detach()).numpy().copy() for n, p in model.parameters().items()}
+    own = {} if draft is None else {n: p.detach().numpy().copy() for n, p in draft.named_parameters()}
+    return metrics, policy, own
+
+
+def build_draft(folder: Path, run: DraftRun) -> MtpDraft | EagleDraft | None:
+    """The MTP layers of the checkpoint, or a new EAGLE-3 head."""
+    spec = spec_from_config(read_config(folder))
+    how: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "numerics": run.numerics}
+    if run.kind == "mtp":
+        return load_mtp(folder, spec, **how)
+    return None if run.kind is None else init_eagle(build_eagle_spec(spec), seed=3, **how)
 
 
 def compare_first_depth(rank: int, world: int, folder: Path, batch: list[Sample]) -> dict[str, float]:
