@@ -40,13 +40,18 @@ def lora_of(spec: DecoderSpec, form: str) -> LoraSpec:
 def adapted(base: LoraBaseModel, lora: LoraSpec, folder: str) -> LoraModel:
     """The model under adapters none of which is zero."""
     model = LoraModel(base, lora, base=Path(folder), seed=1)
+    fill_factors(model)
+    return model
+
+
+def fill_factors(model: LoraModel) -> None:
+    """None of them is zero."""
     random = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.adapters().parameters.items():
             noise = 0.1 * torch.randn(parameter.shape, generator=random)
             parameter.copy_(parameter * (1 + noise) if "magnitude" in name else noise)
     model.after_update()
-    return model
 
 
 def one_process(folder: str, *, form: str = "plain") -> Found:

@@ -2,13 +2,14 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.backends.fsdp.sharded_runs import Found, trained
 from tests.backends.fsdp.test_fsdp_model import same
-from tests.backends.fsdp.vision_ranks import Case, critic_values, plan_of, train_ranks
+from tests.backends.fsdp.vision_ranks import Case, adapt_alone, adapt_ranks, critic_values, plan_of, train_ranks
 from tests.models.vision.small_vision import vision_model, vision_twin
 from tests.pool import ranks
 
@@ -82,6 +83,30 @@ def test_expert_parallel_ranks_do_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_layouts_of_four_ranks_do_too(kind: str, tmp_path: Path) -> None:
     check(kind, FOUR, tmp_path)
+
+
+ADAPTERS: dict[str, tuple[str, tuple[str, ...], str, dict[str, Any]]] = {
+    "tower": ("qwen3_vl", ("fsdp, frozen tower", "tp", "tp+sp", "cp"), "vision", {}),
+    "projector of the embeddings": (
+        "qwen3_vl",
+        ("fsdp, frozen tower", "tp"),
+        "model.visual.merger.linear_fc1,model.visual.merger.linear_fc2",
+        {},
+    ),
+    "decoder and tower": ("qwen2_5_vl", ("dp", "tp", "tp+sp"), "all-linear,vision", {}),
+    "DoRA": ("qwen2_5_vl", ("tp", "tp+sp"), "vision", {"use_dora": True}),
+    "unmerged": ("qwen2_5_vl", ("tp", "tp+sp"), "vision.attn,vision.mlp", {"unmerged": True}),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_of_a_tower_over_ranks_train_like_those_of_one_process(name: str, tmp_path: Path) -> None:
+    kind, layouts, modules, form = ADAPTERS[name]
+    wanted = adapt_alone(folder := folder_of(kind, tmp_path), modules, form)
+    assert any("visual" in each for each in wanted.grads) and all(".lora_" in each for each in wanted.grads)
+    found = ranks(2, adapt_ranks, folder, [TWO[each].layout for each in layouts], modules, form)[0]
+    for each, one in zip(layouts, found, strict=True):
+        same(one, wanted, f"{name}, {each}", 2e-5)
 
 
 def test_a_frozen_tower_has_no_gradient_and_its_projector_one() -> None:

@@ -149,12 +149,10 @@ def test_options_reach_the_models_and_the_memory_plan() -> None:
     assert not get_frozen_vision(config.train).tower and get_frozen_vision(config.train).projector
 
 
-def test_adapters_of_a_tower_need_sequence_parallelism_with_tensor_parallelism() -> None:
+def test_adapters_of_a_tower_are_accepted_in_every_layout() -> None:
     adapters = (*TOWER, "--lora-rank", "4", "--target-modules", "all-linear,vision", "--actor-num-gpus-per-node", "2")
-    tensor = (*adapters, "--tensor-model-parallel-size", "2")
-    for more in ((), ("--train-backend", "megatron")):
-        assert not [p for p in list_problems(*adapters, *more) if "adapters of a vision tower" in p]
-        assert [p for p in list_problems(*tensor, *more) if "does not support adapters of a vision tower" in p]
-    split = (*tensor, "--sequence-parallel")
-    assert [p for p in list_problems(*split) if "does not support adapters of a vision tower" in p]
-    assert not [p for p in list_problems(*split, "--train-backend", "megatron") if "adapters of a vision tower" in p]
+    tensor = ("--tensor-model-parallel-size", "2")
+    for more in ((), tensor, (*tensor, "--sequence-parallel")):
+        for backend in ("fsdp", "megatron"):
+            found = list_problems(*adapters, *more, "--train-backend", backend)
+            assert not [p for p in found if "vision" in p or "--tensor-model-parallel-size" in p], found

@@ -39,7 +39,7 @@ from miles.models.decoder import Decoder, DecoderLayer
 from miles.models.hidden_capture import HiddenCapture
 from miles.models.layers.moe import Routing
 from miles.models.lora.adapters import LoraAdapters, ParamPart
-from miles.models.optim_groups import TRAINED_VISION, FrozenVision, MuonMatrices, find_muon_matrices
+from miles.models.optim_groups import TRAINED_VISION, FrozenVision, MuonMatrices, find_muon_matrices, is_vision_param
 from miles.models.parallel.quantized_shards import find_divided_block
 from miles.models.parallel.tp_decoder import build_tp_decoder
 from miles.models.parallel.tp_sharding import compute_tp_shards
@@ -154,6 +154,13 @@ class FsdpModel:
         """All-reduce by the maximum over all ranks."""
         return self.mesh.world_group.max(tensor)
 
+    def counts_grad(self, name: str) -> bool:
+        """Return whether this rank counts the gradient of a parameter's adapters in the sum over ranks.
+
+        Tensor-parallel ranks encode the same images, unless they have other tokens: one of them counts.
+        """
+        return not is_vision_param(name) or self.mesh.layout.sequence or self.mesh.tp_group.rank == 0
+
     @property
     def rank(self) -> int:
         """The number of this rank among those that have other tokens."""
@@ -174,8 +181,11 @@ class FsdpModel:
         if decoder.vision is not None:
             assert self.spec.vision is not None
             num_deepstack = len(self.spec.vision.tower.deepstack_layers)
-            accept_no_images(decoder.vision, self.spec.hidden_size, num_deepstack)
+            accept_no_images(decoder.vision, self.spec.hidden_size, num_deepstack, self._adapts_vision)
         return decoder
+
+    def _adapts_vision(self) -> bool:
+        return self._adapters is not None and any(map(is_vision_param, self._adapters.targets_by_param))
 
     @property
     def device(self) -> torch.device:
@@ -229,7 +239,8 @@ class FsdpModel:
             with self._stopwatch:
                 loss, found = judge(number, output)
             self._tokens += len(rows.tokens_T)
-            if loss is not None:
+            # Adapters of a vision tower alone have no gradient from a global batch without images.
+            if loss is not None and loss.requires_grad:
                 loss.backward()
             kept.append(found)
         return kept

@@ -7,7 +7,7 @@ when a micro-batch is encoded; ranks without images in it take part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -85,21 +85,29 @@ def _must_stay_replicated(name: str, parameter: nn.Parameter) -> bool:
     return name.endswith(".moe.correction") or not parameter.dim() or not parameter.is_floating_point()
 
 
-def accept_no_images(tower: VisionTower, width: int, num_deepstack: int) -> None:
+def accept_no_images(tower: VisionTower, width: int, num_deepstack: int, is_adapted: Callable[[], bool]) -> None:
     """Let ``tower`` encode no images: no features, from which its trained parameters get gradients of zero.
 
-    A rank without images in a micro-batch thus gathers and reduces as the others do.
+    A rank without images in a micro-batch thus gathers and reduces as the others do. If the tower ``is_adapted``, all
+    features require a gradient: of a frozen tower, those of other ranks' images may.
     """
     encode = tower.forward
 
     def forward(images: Sequence[ImageInput], checkpoint_fn: CheckpointFn | None = None) -> VisionFeatures:
-        if images:
-            return encode(images, checkpoint_fn)
+        features = encode(images, checkpoint_fn) if images else encode_none()
+        if torch.is_grad_enabled() and is_adapted():
+            for each in (features.embeds_FD, *features.deepstack):
+                each.requires_grad_()
+        return features
+
+    def encode_none() -> VisionFeatures:
         parameters = list(tower.parameters())
         trained = [parameter.reshape(-1)[0] for parameter in parameters if parameter.requires_grad]
         zero = torch.stack(trained).sum() if trained else parameters[0].new_zeros(())
-        none_0D = zero.expand(1, width)[:0]
-        return VisionFeatures(embeds_FD=none_0D, deepstack=(none_0D,) * num_deepstack)
+        return VisionFeatures(
+            embeds_FD=zero.expand(1, width)[:0],
+            deepstack=tuple(zero.expand(1, width)[:0] for _ in range(num_deepstack)),
+        )
 
     tower.forward = forward
 

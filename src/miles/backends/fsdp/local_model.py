@@ -152,6 +152,10 @@ class LocalModel(_Unsharded):
         """All-reduce by the maximum; a no-op in one process."""
         return tensor
 
+    def counts_grad(self, name: str) -> bool:
+        """Return whether this rank counts the gradient of a parameter's adapters in the sum over ranks."""
+        return True
+
     @property
     def rank(self) -> int:
         """The number of this rank among those that have other tokens."""

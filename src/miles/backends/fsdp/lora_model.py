@@ -59,6 +59,7 @@ class LoraBaseModel(TrainModel, Protocol):
     def local_part(self, name: str) -> ParamPart: ...
     def sum_grad(self, grad: Tensor) -> Tensor: ...
     def max_over_ranks(self, tensor: Tensor) -> Tensor: ...
+    def counts_grad(self, name: str) -> bool: ...
     @property
     def rank(self) -> int: ...
 
@@ -134,6 +135,11 @@ class LoraModel:
 
     def sum_factor_grads(self, adapters: LoraAdapters) -> None:
         """All-reduce the gradients of adapters over this base; a factor without one gets zeros."""
+        own = {name for name in adapters.targets_by_param if self._base_model.counts_grad(name)}
+        for each in (
+            each for name in adapters.targets_by_param.keys() - own for each in adapters.list_parameters(name)
+        ):
+            adapters.parameters[each].grad = None  # another rank has the same
         factors = list(adapters.parameters.values())
         flat = torch.cat([torch.zeros_like(p).view(-1) if p.grad is None else p.grad.view(-1) for p in factors])
         grads = self._base_model.sum_grad(flat).split([p.numel() for p in factors])

@@ -50,7 +50,7 @@ from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
 from miles.models.lora.adapters import LoraAdapters, ParamPart
 from miles.models.lora.targets import LoraSpec
-from miles.models.optim_groups import TRAINED_VISION, FrozenVision, MuonMatrices, find_muon_matrices
+from miles.models.optim_groups import TRAINED_VISION, FrozenVision, MuonMatrices, find_muon_matrices, is_vision_param
 from miles.models.quantization import QuantizedParam, plan_quantization
 from miles.models.spec import DecoderSpec
 from miles.train.config import TrainConfig
@@ -306,6 +306,13 @@ class MegatronModel:
     def max_over_ranks(self, tensor: Tensor) -> Tensor:
         """All-reduce by the maximum over all ranks."""
         return self.state.world_group.max(tensor)
+
+    def counts_grad(self, name: str) -> bool:
+        """Return whether this rank counts the gradient of a parameter's adapters in the sum over ranks.
+
+        Tensor-parallel ranks encode the same images, unless they have other tokens: one of them counts.
+        """
+        return not is_vision_param(name) or self.tf_config.sequence_parallel or self.state.tp_group.rank == 0
 
     @property
     def moments_group(self) -> MegatronGroup | None:

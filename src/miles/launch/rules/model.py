@@ -217,19 +217,12 @@ def _check_lora_head(c: Config, lora: LoraSpec, module: str, *, is_tied: bool) -
 
 
 def _check_lora_targets(c: Config, lora: LoraSpec) -> Iterator[str]:
-    p = c.parallel
     if lora.use_dora:
         yield from _check_dora(c)
     if lora.dropout and is_unmerged(c):
         yield "--lora-dropout does not work with --train-precision or --no-lora-merge; remove one of them."
     if is_unmerged(c) and c.algo.loss_type == "rm_loss":
         yield "--loss-type rm_loss with --lora-rank does not support --train-precision or --no-lora-merge; remove them."
-    is_split = c.train.train_backend == "megatron" and p.sequence_parallel
-    if p.tensor_model_parallel_size > 1 and any(target.is_vision for target in lora.targets) and not is_split:
-        yield (
-            "--tensor-model-parallel-size does not support adapters of a vision tower, except with --train-backend "
-            "megatron and --sequence-parallel; add these or --exclude-modules vision, or remove it."
-        )
 
 
 def _check_dora(c: Config) -> Iterator[str]:

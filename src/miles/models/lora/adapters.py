@@ -433,6 +433,12 @@ class LoraAdapters:
         parts = self.list_parts(LM_HEAD_PARAM, part_of(LM_HEAD_PARAM))
         return parts[0].factors() if parts else None
 
+    def list_parameters(self, name: str) -> list[str]:
+        """List the names of the factors, and of DoRA's magnitudes, of all targets in a decoder's weight."""
+        targets = self.targets_by_param[name]
+        names = [each for target in targets for each in (lora_a_name(target), lora_b_name(target))]
+        return names + [magnitude_name(target) for target in targets] if self.lora.use_dora else names
+
     def fuse_factors(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the A and B factors of all targets in a decoder's weight, as its decoder would hold them."""
         return _fuse_factors(self._list_parts(self.targets_by_param[name], WHOLE), dtype)
