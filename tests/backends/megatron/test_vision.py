@@ -14,6 +14,7 @@ from tests.backends.megatron.vision_cases import (
     adapt_alone,
     adapt_on_ranks,
     load_and_save,
+    resume_on_ranks,
     step_alone,
     step_on_ranks,
 )
@@ -93,8 +94,42 @@ def test_a_frozen_tower_has_no_gradient_and_its_projector_one(tmp_path: Path, ki
     assert parts == ({"merger", "deepstack"} if kind == "qwen3_vl" else {"merger"})
 
 
-def test_the_tower_has_a_rate_of_its_own(tmp_path: Path):
-    compare_step(tmp_path, Case("qwen2_5_vl", {}), vision_lr=1e-4)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("qwen2_5_vl", {}),
+        Case("qwen2_5_vl", {"shard": 2}, DISTRIBUTED_OPTIMIZER),
+        Case("qwen3_vl", {"pipeline": 2}, (*FIRST, *DISTRIBUTED_OPTIMIZER)),
+        Case("qwen3_vl_moe", {"shard": 2, "expert": 2}, DISTRIBUTED_OPTIMIZER),
+        Case("gemma3", SPLIT, DISTRIBUTED_OPTIMIZER),
+    ],
+    ids=str,
+)
+def test_the_tower_has_a_rate_of_its_own(tmp_path: Path, case: Case):
+    compare_step(tmp_path, case, vision_lr=1e-4)
+
+
+@pytest.mark.parametrize("form", ["hf", "torch_dist"])
+@pytest.mark.parametrize("sizes", [{"shard": 2}, {"pipeline": 2}], ids=str)
+def test_a_tower_with_a_rate_of_its_own_is_resumed_to_the_bit(tmp_path: Path, sizes: dict[str, Any], form: str):
+    write_model(folder := tmp_path / "model", kind := "qwen2_5_vl")
+    (out := tmp_path / "checkpoint").mkdir()
+    flags, train = (*(FIRST if "pipeline" in sizes else ()), *DISTRIBUTED_OPTIMIZER), {"ckpt_format": form}
+    same = train | {"vision_lr": 1e-3}
+    for wanted, found in ranks(2, resume_on_ranks, folder, layout(sizes), flags, kind, out, same, same):
+        assert wanted.keys() == found.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("form", ["hf", "torch_dist"])
+@pytest.mark.parametrize("rates", [(None, 0.0), (0.0, None)], ids=str)
+def test_a_run_with_another_rate_of_the_tower_goes_on_from_a_checkpoint(tmp_path: Path, form: str, rates: Any):
+    write_model(folder := tmp_path / "model", kind := "qwen2_5_vl")
+    (out := tmp_path / "checkpoint").mkdir()
+    options = [{"ckpt_format": form, "vision_lr": rate} for rate in rates]
+    where, flags = layout({"shard": 2}), DISTRIBUTED_OPTIMIZER
+    for wanted, found in ranks(2, resume_on_ranks, folder, where, flags, kind, out, *options):
+        apart = cases.apart(found, wanted, 1e-6)
+        assert apart and all(name.startswith("vision.") for name in apart), apart
 
 
 @pytest.mark.parametrize("sizes", [{}, {"pipeline": 2}], ids=str)

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.backends.megatron.cases import adapted, load_frozen, lora_of, read_lora, stepped
+from tests.backends.megatron.cases import adapted, load_frozen, lora_of, read_lora, stepped, trainer_of
 from tests.train.vision_samples import mixed
 
 from miles.backends.fsdp.local_model import LocalModel
 from miles.cluster.parallel_dims import ParallelDims
-from miles.core.types import Sample
+from miles.core.types import Batch, Sample
 from miles.models.checkpoint import hf
 from miles.models.checkpoint.safetensors_io import read_config
 from miles.models.families import spec_from_config
@@ -132,5 +132,49 @@ def load_and_save(
             model.load(saved)
             model.save(exported)
             checkpoint.save(model, written)
+        finally:
+            destroy_parallel_state()
+
+
+def resume_on_ranks(
+    rank: int,
+    world: int,
+    folder: Path,
+    layout: ParallelDims,
+    flags: tuple[str, ...],
+    kind: str,
+    out: Path,
+    train: dict[str, Any],
+    later: dict[str, Any],
+) -> tuple[dict[str, torch.Tensor], ...]:
+    """The whole weights of two steps, and of the second step resumed from ``out`` with options ``later``."""
+    from tests.backends.megatron.shim import on_cpu
+
+    with on_cpu():
+        from miles.backends.megatron.model import load_megatron_model
+        from miles.backends.megatron.parallel_state import destroy_parallel_state
+
+        config = read_config(folder)
+        batch = image_samples(kind, "turns")
+
+        def build(options: dict[str, Any]) -> tuple[Any, Any]:
+            spec = spec_from_config(config)
+            model = load_megatron_model(folder, spec, layout, dtype=torch.float32, flags=flags, config=config)
+            return model, trainer_of(model, {}, model.dp_group, max_tokens_per_gpu=TOKENS, **options)
+
+        def step(model: Any, trainer: Any, number: int) -> dict[str, torch.Tensor]:
+            asyncio.run(trainer.step(Batch(step=number, samples=batch, num_groups=1)))
+            return {name: model.gather(name, p.detach()).clone() for name, p in model.parameters().items()}
+
+        try:
+            model, trainer = build(train)
+            step(model, trainer, 0)
+            asyncio.run(trainer.save(out))
+            model.barrier()
+            wanted = step(model, trainer, 1)
+            destroy_parallel_state()
+            model, trainer = build(later)
+            asyncio.run(trainer.load(out))
+            return wanted, step(model, trainer, 1)
         finally:
             destroy_parallel_state()

@@ -51,10 +51,6 @@ def test_an_option_of_the_vision_tower_needs_one(flags: str) -> None:
         ("--lora-rank 4 --vision-lr 1e-6", "--vision-lr has no effect with LoRA"),
         ("--lora-rank 4 --freeze-vision-tower", "--freeze-vision-tower has no effect with LoRA"),
         ("--max-patches-per-gpu 9 --micro-batch-size 1", "--max-patches-per-gpu has no effect with --micro-batch-size"),
-        (
-            "--train-backend megatron --vision-lr 1e-6 --megatron-use-distributed-optimizer",
-            "--vision-lr does not work with --megatron-use-distributed-optimizer",
-        ),
     ],
 )
 def test_combinations_without_effect_are_refused(flags: str, sentence: str) -> None:
@@ -147,6 +143,11 @@ def test_options_reach_the_models_and_the_memory_plan() -> None:
     assert trained["optimizer"] - frozen["optimizer"] in (8 * count, 12 * count)
     config = parse(Config, (*TOWER, "--freeze-vision-projector"), read_layers("good.toml")).config
     assert not get_frozen_vision(config.train).tower and get_frozen_vision(config.train).projector
+
+
+def test_a_tower_has_a_rate_of_its_own_with_megatrons_optimizer() -> None:
+    words = ("--vision-lr", "1e-6", "--train-backend", "megatron", "--megatron-use-distributed-optimizer")
+    assert not [p for p in list_problems(*TOWER, *words) if "--vision-lr" in p]
 
 
 def test_adapters_of_a_tower_are_accepted_in_every_layout() -> None:

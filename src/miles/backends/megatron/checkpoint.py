@@ -149,7 +149,7 @@ def load(model: MegatronModel, folder: Path, optimizer: OptimizerProtocol | None
         chunk.load_state_dict(found[name], strict=True)
     model.adopt()
     if megatron_optimizer is not None:
-        megatron_optimizer.inner.load_state_dict(found[_OPTIMIZER])
+        megatron_optimizer.load_inner(found[_OPTIMIZER])
         megatron_optimizer.resume(**found[_PROGRESS])
 
 

@@ -9,7 +9,7 @@ has the same full tensors under the same names as with any other optimizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,13 +26,16 @@ from miles.backends.megatron.parallel_state import ParallelState
 from miles.backends.megatron.param_mapping import ParamMapping
 from miles.backends.megatron.param_registry import ParamRegistry
 from miles.core.errors import CheckpointError, UsageError
+from miles.models.optim_groups import is_vision_param
 from miles.train.config import TrainConfig
 from miles.train.optim.adam import FIRST, SECOND, STEP
-from miles.train.optim.lr_scheduler import LRSchedule
+from miles.train.optim.lr_scheduler import LRSchedule, build_vision_lr_schedule
 from miles.train.optim.master_weights import LazyStates, is_decayed, pop_state
 from miles.train.optim.optimizer import MASTER, GradientError, format_gradient_error
 
 _NOTHING = "nothing"
+_OWN_LR = "is_decoupled_lr"
+"""Megatron's mark of a parameter group with a learning rate of its own: the vision tower's with --vision-lr."""
 _WIDE = (torch.float32, torch.float64)
 
 
@@ -81,6 +84,9 @@ class MegatronOptimizer:
         self._state = state
         self._config = config
         self._schedule = schedule
+        self._vision_schedule = (
+            None if config.vision_lr is None else build_vision_lr_schedule(schedule, config.vision_lr)
+        )
         self._rate = rate
         self._names = [name for name, p in registry.parameters.items() if p.requires_grad]
         self._steps: dict[str, int] = {}
@@ -167,6 +173,18 @@ class MegatronOptimizer:
         """Number of updates in the moments, which may be fewer than all updates."""
         return max(self._steps.values(), default=0)
 
+    def load_inner(self, state: Any) -> None:
+        """Load the state of Megatron's own checkpoint, whose run may have had no --vision-lr."""
+        chained = self.inner.chained_optimizers
+        parts = [state] if len(chained) == 1 else [part for _, part in sorted(state.items())]
+        for each, part in zip(chained, parts, strict=True):
+            groups = part["optimizer"]["param_groups"]
+            known = {(group["wd_mult"], group[_OWN_LR]): group for group in groups}
+            for own in each.optimizer.param_groups:
+                if (own["wd_mult"], own[_OWN_LR]) not in known:
+                    groups.append({**known[own["wd_mult"], False], _OWN_LR: own[_OWN_LR]})
+        self.inner.load_state_dict(state)
+
     def resume(self, updates: int, steps: int) -> None:
         """Set the counters after Megatron's optimizer was loaded from its own checkpoint."""
         self.updates, self._steps = updates, dict.fromkeys(self._names, steps)
@@ -208,9 +226,10 @@ class MegatronOptimizer:
     def _build_inner(self) -> Any:
         config, dtype = self._config, self._buffers.tf_config.params_dtype
         undecayed = [name for name in self._names if not self._is_decayed(name)]
-        undecayed_ids = {id(t) for name in undecayed for t in self._registry.modules(name)}
-        undecayed = ParamKey(predicate=ParamPredicate(name="undecayed", fn=lambda p: id(p) in undecayed_ids))
-        rules: dict[ParamKey, Any] = {undecayed: {"wd_mult": 0.0}}
+        rules: dict[ParamKey, Any] = {self._build_key("undecayed", undecayed): {"wd_mult": 0.0}}
+        if self._vision_schedule is not None:
+            vision = [name for name in self._names if is_vision_param(name)]
+            rules[self._build_key("vision", vision)] = {_OWN_LR: True}
         optimizer_config = OptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -232,6 +251,11 @@ class MegatronOptimizer:
                 self._buffers.views += [shard for group in groups for shard in group if shard is not None]
         return inner
 
+    def _build_key(self, group: str, names: Sequence[str]) -> ParamKey:
+        """Build what selects the tensors of some parameters for a group of Megatron's."""
+        ids = {id(tensor) for name in names for tensor in self._registry.modules(name)}
+        return ParamKey(predicate=ParamPredicate(name=group, fn=lambda p: id(p) in ids))
+
     def _is_decayed(self, name: str) -> bool:
         return is_decayed(name, len(self._mappings[name].shape))
 
@@ -246,8 +270,9 @@ class MegatronOptimizer:
                     yield _Range(tensor=tensor, master=master, rule=rule, **where)
 
     def _set_lr(self, lr: float) -> None:
+        vision = self._vision_schedule
         for group in self.inner.param_groups:
-            group["lr"] = lr
+            group["lr"] = vision.at(self.updates + 1) if vision is not None and group[_OWN_LR] else lr
             group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
 
     def _zero_grads(self) -> None:

@@ -157,11 +157,6 @@ def check_megatron(c: Config) -> Iterator[str]:
             yield f"{flag} needs --train-backend megatron; add that, or remove {flag}."
         return
     if "--use-distributed-optimizer" in c.megatron.megatron_flags:
-        if c.train.vision_lr is not None:
-            yield (
-                "--vision-lr does not work with --megatron-use-distributed-optimizer, which has one rate for all "
-                "parameters; remove one of them."
-            )
         for flag in list_set_flags(c, "--optimizer", "--optimizer-state-dtype", "--optimizer-cpu-offload"):
             yield (
                 f"{flag} does not work with --megatron-use-distributed-optimizer, which is Adam in float32 on the GPU; "
