@@ -115,7 +115,7 @@ def test_engines_and_trainers_that_cannot_replay_are_refused(other, inputs, tmp_
     assert REFUSED[other] in capsys.readouterr().err
 
 
-def test_models_without_an_indexer_and_split_blocks_are_refused(tmp_path, capsys):
+def test_models_without_an_indexer_and_blocks_of_split_engines_are_refused(tmp_path, capsys):
     folder = furnish(tmp_path / "dense", "deepseek v3")
     assert main(["plan", *flags(folder, tmp_path / "run", REPLAY)]) == 2
     assert "is for sparse-attention models with an indexer, which --hf-checkpoint is not" in capsys.readouterr().err
@@ -123,5 +123,7 @@ def test_models_without_an_indexer_and_split_blocks_are_refused(tmp_path, capsys
     config = blocks.config.to_dict() | {"architectures": [type(blocks).__name__]}
     (folder / "config.json").write_text(json.dumps(config))
     how = ("--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node", "2")
-    assert main(["plan", *flags(folder, tmp_path / "run", REPLAY, *how)]) == 2
-    assert "does not split the blocks that each key-value head selects over ranks" in capsys.readouterr().err
+    assert main(["plan", *flags(folder, tmp_path / "run", REPLAY, *how)]) == 0
+    engines = ("--rollout-backend", "served", "--rollout-num-gpus-per-engine", "2")
+    assert main(["plan", *flags(folder, tmp_path / "run", REPLAY, *engines)]) == 2
+    assert "needs engines of one GPU where each key-value head selects blocks" in capsys.readouterr().err

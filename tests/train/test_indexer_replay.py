@@ -13,7 +13,7 @@ from miles.backends.fsdp.local_model import LocalModel
 from miles.backends.native.config import NativeConfig
 from miles.backends.native.engine.engine import NativeEngine
 from miles.cluster.executor import InlineExecutor
-from miles.core.errors import MilesError, UsageError
+from miles.core.errors import MilesError
 from miles.core.protocols import SamplingParams
 from miles.core.token_fields import INDEXER_TOPK
 from miles.core.types import Sample, Version
@@ -278,11 +278,37 @@ def test_records_of_another_model_or_dtype_are_refused():
         one_step(decoder_of("deepseek v3.2"), (signed, second), REPLAY)
     with pytest.raises(MilesError, match="selects 0 in 0"):
         build_selections(decoder_of("qwen3").spec, torch.zeros(3, 2, 9, dtype=torch.int32))
-    spec = decoder_of("minimax-m3").spec
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_choose_what_one_process_chooses_for_their_heads_and_count_it_once(world):
+    spec, rng = decoder_of("minimax-m3").spec, np.random.default_rng(0)
     layout = build_indexer_layout(spec)
-    shape = (3, *layout.unrecorded_row().shape)
-    with pytest.raises(UsageError, match="--tensor-model-parallel-size"):
-        build_selections(spec, torch.full(shape, -1, dtype=torch.int32), tp_size=2)
+    assert layout.groups == 2
+    tokens, count = 40, layout.count
+
+    def draw():
+        rows = [np.sort(rng.permutation(tokens // 4)[:count]) for _ in range(tokens * layout.groups)]
+        return torch.from_numpy(np.array(rows)).view(tokens, layout.groups, count)
+
+    own, recorded, visible_T = draw(), draw(), torch.full((tokens,), tokens)
+    recorded[::5] = -1
+    recorded[7, 1] = recorded[7, 1].flip(0)  # no selection: it is not ascending
+    replay_TLk = recorded.flatten(1)[:, None].expand(-1, len(layout.layers), -1)
+    layer = layout.layers[-1]
+
+    def choose(rank, size):
+        selections = build_selections(spec, replay_TLk, tp_rank=rank, tp_size=size)
+        first = rank * layout.groups // size
+        mine = own[:, first : max(first + 1, (rank + 1) * layout.groups // size)]
+        return selections.choose(layer, 0, mine, visible_T, unit=4, limit=9), selections.count(torch.device("cpu"))
+
+    whole, counts = choose(0, 1)
+    assert counts.tolist()[1:] == [(tokens - 8) * layout.groups * count, 1] and counts[0] > 0
+    parts, each = zip(*(choose(rank, world) for rank in range(world)), strict=True)
+    assert torch.equal(torch.stack(each).sum(0), counts)
+    for rank, part in enumerate(parts):
+        assert torch.equal(part, whole[:, rank * layout.groups // world][:, None])
 
 
 def test_of_equal_scores_the_lowest_position_is_selected_in_every_backend():

@@ -9,10 +9,12 @@ from tests.models.oracle import KINDS
 from tests.models.small_families.small import SMALL
 from tests.train.small_trainer import ragged
 
+from miles.core.token_fields import INDEXER_TOPK
 from miles.core.types import Sample
 from miles.models.checkpoint import hf
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
+from miles.models.indexer_layout import build_indexer_layout
 from miles.models.spec import DecoderSpec
 
 # Windows, chunks, selections and steps of temperature shorter than the samples; sizes that two ranks can share.
@@ -78,3 +80,20 @@ def family_samples(kind: str, count: int = 6) -> tuple[Sample, ...]:
         ]
         s.extras["routed_experts"] = np.array(drawn, np.uint8)  # type: ignore[index]
     return found
+
+
+BLOCKS = "minimax-m3 tied, two local blocks"
+
+
+def block_samples() -> tuple[Sample, ...]:
+    """Samples of ``BLOCKS`` with the blocks that an engine is said to have selected for each key-value head."""
+    batch, rng = family_samples(BLOCKS), np.random.default_rng(3)
+    indexer = build_indexer_layout(spec_of(BLOCKS))
+    assert indexer is not None and indexer.count == 3 and indexer.groups == 2
+    for s in batch:
+        rows = np.stack([indexer.unrecorded_row() for _ in range(len(s))])
+        for place in range(9, len(s)):  # blocks of three tokens, of which the last ones are always selected
+            for row in rows[place]:
+                row[:] = np.concatenate([np.sort(rng.permutation(place // 3 + 1)[:3]) for _ in range(2)])
+        s.extras[INDEXER_TOPK] = rows  # type: ignore[index]
+    return batch

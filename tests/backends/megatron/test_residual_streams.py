@@ -6,11 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tests.backends.megatron import cases
-from tests.backends.megatron.family_cases import family_samples, spec_of, write_family
+from tests.backends.megatron.family_cases import BLOCKS, block_samples, family_samples, spec_of, write_family
 from tests.backends.megatron.memory_cases import MemoryCase, hold_all
 from tests.backends.megatron.test_decoder_modules import SELECTIVE, SPLIT, SPREAD, compare_step, compare_torch_dist
 from tests.backends.megatron.test_model import AGAIN, DISTRIBUTED_OPTIMIZER, INTERLEAVED, Case, layout
@@ -18,8 +17,6 @@ from tests.backends.megatron.test_router import SEQ_AUX, Z, compare_grads
 from tests.pool import ranks
 
 from miles.backends.megatron.rank_memory import HeldModel, compute_rank_bytes, parse_memory_flags
-from miles.core.token_fields import INDEXER_TOPK
-from miles.models.indexer_layout import build_indexer_layout
 
 pytestmark = [
     pytest.mark.megatron,
@@ -100,23 +97,15 @@ def test_a_step_of_adapters_is_that_of_one_process(tmp_path: Path, case: Case):
         assert not cases.apart(found["after"], wanted["after"], 1e-4)
 
 
-@pytest.mark.parametrize("sizes", [{"pipeline": 2}, {"context": 2, "expert": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"pipeline": 2}, {"context": 2, "expert": 2}, SPLIT, SPLIT | {"context": 2}], ids=str
+)
 def test_blocks_that_the_engine_selected_are_replayed(tmp_path: Path, sizes: dict[str, Any]):
-    write_family(folder := tmp_path / "model", kind := "minimax-m3 tied, two local blocks")
-    batch, rng = family_samples(kind), np.random.default_rng(3)
-    indexer = build_indexer_layout(spec_of(kind))
-    assert indexer is not None and indexer.count == 3 and indexer.groups == 2
-    for s in batch:
-        rows = np.stack([indexer.unrecorded_row() for _ in range(len(s))])
-        for place in range(9, len(s)):  # blocks of three tokens, of which the last ones are always selected
-            for row in rows[place]:
-                row[:] = np.concatenate([np.sort(rng.permutation(place // 3 + 1)[:3]) for _ in range(2)])
-        s.extras[INDEXER_TOPK] = rows  # type: ignore[index]
+    write_family(folder := tmp_path / "model", BLOCKS)
+    batch = block_samples()
     algo = {"use_rollout_routing_replay": True, "use_rollout_indexer_replay": True}
     wanted, where = cases.alone(folder, batch, algo), layout(sizes)
     assert wanted["metrics"]["indexer_mismatch_ratio"] > 0.01
-    with pytest.raises(AssertionError, match="does not split the blocks that each key-value head selects"):
-        ranks(2, cases.shared, folder, layout(SPLIT), (), batch, algo, None)
     flags = FIRST if "pipeline" in sizes else ()
     for found in ranks(where.world, cases.shared, folder, where, flags, batch, algo, None):
         assert not cases.unlike(found["metrics"], wanted["metrics"])

@@ -272,7 +272,7 @@ class FsdpModel:
         lora = None
         if self._adapters is not None:
             lora = build_head_lora(self._adapters, merged=not self._beside, part_of=self._find_rank_part)
-        indexer = collect_counts(packed.selections, self.device, self.mesh.cp_group.sum)
+        indexer = collect_counts(packed.selections, self.device, self.mesh.cp_group.sum, self.mesh.tp_group.sum)
         return HeadOutput(
             hidden_RD=hidden_rD,
             head_VD=self._decoder.head(),

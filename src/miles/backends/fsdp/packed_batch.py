@@ -45,7 +45,7 @@ def build_rank_batch(rows: PackedRows, mesh: FsdpMesh, spec: DecoderSpec) -> Ran
         raise MilesError(f"a sample of {longest} tokens is longer than the {most} positions of the model's config.")
     multiple = mesh.tp_group.world if mesh.layout.sequence else 1
     vision = None if rows.images is None else rows.images.build_vision_inputs(spec, mesh.device)
-    selections = build_selections(spec, rows.indexer_TLk, tp_size=mesh.tp_group.world)
+    selections = build_selections(spec, rows.indexer_TLk, tp_rank=mesh.tp_group.rank, tp_size=mesh.tp_group.world)
     if mesh.cp_group.world > 1:
         if rows.images is not None:
             rows.images.check_context_parallel(spec)

@@ -297,7 +297,9 @@ class _Stage:
         """Fill the outputs' counts of replayed selections with the sums over all stages and context-parallel ranks."""
         group, device = self._state.cp_group, self._tf_config.param_device
         for number, each in enumerate(selections):
-            counts = collect_counts(each, device, lambda x: group.sum(self._state.pp_group.sum(x)))
+            counts = collect_counts(
+                each, device, lambda x: group.sum(self._state.pp_group.sum(x)), self._state.tp_group.sum
+            )
             if counts is not None and number in self._indexer_counts:
                 for mine, total in zip(self._indexer_counts[number], counts, strict=True):
                     mine.copy_(total)

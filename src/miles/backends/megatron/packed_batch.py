@@ -396,7 +396,7 @@ def build_megatron_batch(
     if longest > most:
         raise MilesError(f"a sample of {longest} tokens is longer than the {most} positions of the model's config.")
     multiple = state.tp_group.world if sequence else 1
-    selections = build_selections(spec, rows.indexer_TLk, tp_size=state.tp_group.world)
+    selections = build_selections(spec, rows.indexer_TLk, tp_rank=state.tp_group.rank, tp_size=state.tp_group.world)
     if state.cp_group.world == 1:
         local = _pad(rows, multiple, numerics, selections, spec)
     else:

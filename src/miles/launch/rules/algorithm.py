@@ -341,16 +341,11 @@ def check_indexer_replay(c: Config) -> Iterator[str]:
     layout = None if spec is None else build_indexer_layout(spec)
     if spec is not None and layout is None:
         yield f"{flag} is for sparse-attention models with an indexer, which --hf-checkpoint is not; remove it."
-    sizes = {
-        "--tensor-model-parallel-size": c.parallel.tensor_model_parallel_size,
-        "--rollout-num-gpus-per-engine": c.cluster.rollout_num_gpus_per_engine,
-    }
-    for size_flag, size in sizes.items() if layout is not None and layout.groups > 1 else ():
-        if size > 1:
-            yield (
-                f"{flag} does not split the blocks that each key-value head selects over ranks; set {size_flag} to 1, "
-                "or remove it."
-            )
+    if layout is not None and layout.groups > 1 and c.cluster.rollout_num_gpus_per_engine > 1:
+        yield (
+            f"{flag} needs engines of one GPU where each key-value head selects blocks, because a rank of an engine "
+            "records those of its own heads; set --rollout-num-gpus-per-engine to 1, or remove it."
+        )
 
 
 ALGORITHM_RULES: tuple[Rule, ...] = (
