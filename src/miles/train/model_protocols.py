@@ -150,12 +150,23 @@ class TorchDistModel(Protocol):
     """A model that can be stored in Megatron's distributed checkpoint format; all ranks call at once."""
 
     def save_torch_dist(
-        self, folder: Path, optimizer: OptimizerProtocol, *, iteration: int, background: bool = False
+        self,
+        folder: Path,
+        optimizer: OptimizerProtocol,
+        *,
+        iteration: int,
+        background: bool = False,
+        gather_unit: Callable[[str], Tensor] | None = None,
     ) -> tuple[bool, Callable[[], None] | None]:
         """Write the weights, and the state of the optimizer if it is Megatron's; returns whether it is.
 
-        In the ``background`` they are only copied: a thread of every rank calls the second value, which writes them.
+        With ``gather_unit`` the weights are the full tensors that it returns. In the ``background`` they are only
+        copied: a thread of every rank calls the second value, which writes them.
         """
+        ...
+
+    def read_torch_dist(self, folder: Path) -> dict[str, Tensor]:
+        """Read this rank's part of each weight to the host, and change nothing."""
         ...
 
     def load_torch_dist(self, folder: Path, optimizer: OptimizerProtocol) -> None:

@@ -234,12 +234,27 @@ def test_a_run_resumes_from_megatrons_checkpoints_in_another_layout(tmp_path: Pa
     assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
 
 
-def test_a_run_of_adapters_resumes_from_megatrons_checkpoints_in_another_layout(tmp_path: Path):
-    inputs = write_inputs(tmp_path / "inputs")
-    how = ("--lora-rank", "4", "--lr", "1e-2", "--save-interval", "1")
+DIST_ADAPTERS = {
+    "merged": (False, ("--lora-rank", "4")),
+    "experts, named versions": (
+        True,
+        (
+            *("--lora-rank", "4", "--target-modules", "all-linear,experts", "--no-lora-merge", "--lora-versions", "2"),
+            *("--rollout-backend", "served"),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIST_ADAPTERS)
+def test_a_run_of_adapters_resumes_from_megatrons_checkpoints_in_another_layout(tmp_path: Path, name: str):
+    moe, more = DIST_ADAPTERS[name]
+    inputs = write_inputs(tmp_path / "inputs", moe=moe)
+    how = (*more, "--lr", "1e-2", "--save-interval", "1")
     wanted = train(inputs, tmp_path / "whole", *how)
     how += ("--train-backend", "megatron", "--ckpt-format", "torch_dist", "--actor-num-gpus-per-node", "2")
-    run, layouts = tmp_path / "run", (("--pipeline-model-parallel-size", "2"), ("--tensor-model-parallel-size", "2"))
+    tensor = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+    run, layouts = tmp_path / "run", (("--pipeline-model-parallel-size", "2"), tensor)
     run_miles("train", *flags(inputs, run, *how, *layouts[0], "--debug-exit-after-rollout", "2", steps=3))
     assert train(inputs, run, *how, *layouts[1]) == pytest.approx(wanted, abs=1e-6)
     last = run / "checkpoints/step-000003"
@@ -247,8 +262,8 @@ def test_a_run_of_adapters_resumes_from_megatrons_checkpoints_in_another_layout(
     # The weights have the adapters merged into them, and these are in PEFT's format beside them.
     one, two = _weights(tmp_path / "whole/checkpoints/step-000003"), load_torch_dist(last, tmp_path)
     assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
-    name = "adapter/adapter_model.safetensors"
-    one, two = load_file(tmp_path / "whole/checkpoints/step-000003" / name), load_file(last / name)
+    file = "adapter/adapter_model.safetensors"
+    one, two = load_file(tmp_path / "whole/checkpoints/step-000003" / file), load_file(last / file)
     assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
 
 

@@ -22,13 +22,13 @@ from miles.train.policy_trainer import PolicyTrainer
 
 def build_trainer(model: Any, dp_group: Any, **more: Any) -> PolicyTrainer:
     """A trainer that saves Megatron's distributed checkpoints."""
-    how = more | {
+    how = {
         "max_tokens_per_gpu": 16,
         "adam_eps": EPS,
         "lr": 1e-2,
         "weight_decay": 0.5,
         "ckpt_format": "torch_dist",
-    }
+    } | more
     return worker(model, train=how, temperature=0.9, dp_group=dp_group)
 
 

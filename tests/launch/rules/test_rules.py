@@ -158,15 +158,25 @@ def test_a_trainer_spans_no_more_devices_than_there_are(monkeypatch: pytest.Monk
     ("line", "sentence"),
     [
         ("", "--ckpt-format torch_dist needs --train-backend megatron"),
-        *(
-            (f"--train-backend megatron --lora-rank 4 {more}", "--ckpt-format torch_dist supports merged LoRA of")
-            for more in ("--no-lora-merge", "--lora-dropout 0.1", "--use-dora", "--train-precision int4_g32")
+        (
+            "--train-backend megatron --lora-rank 4 --train-precision int4_g32",
+            "--ckpt-format torch_dist does not support adapters over a packed base (--train-precision)",
+        ),
+        (
+            "--train-backend megatron --push-to-hub me/model",
+            "--ckpt-format torch_dist does not support --push-to-hub; use --ckpt-format hf",
         ),
     ],
 )
 def test_megatrons_checkpoints_are_refused_where_they_cannot_store_a_run(line: str, sentence: str):
     (problem,) = list_problems(f"--ckpt-format torch_dist {line}", "plan")
     assert problem.startswith(sentence)
+
+
+@pytest.mark.parametrize("form", ["", "--no-lora-merge", "--lora-dropout 0.1", "--use-dora"])
+def test_megatrons_checkpoints_take_adapters_of_any_form(form: str):
+    line = f"--ckpt-format torch_dist --train-backend megatron --lora-rank 4 {form}"
+    assert list_problems(line, "plan") == []
 
 
 def test_megatron_is_refused_where_it_is_not_there_or_lacks_what_is_asked(monkeypatch: pytest.MonkeyPatch):

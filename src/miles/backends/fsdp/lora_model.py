@@ -22,6 +22,7 @@ from miles.kernels.numerics import Numerics
 from miles.models.checkpoint import hf, peft
 from miles.models.checkpoint.safetensors_io import write_json
 from miles.models.checkpoint.save_plan import SavePlan, SaveUnit
+from miles.models.checkpoint.torch_dist_folders import is_torch_dist
 from miles.models.lora.adapters import LoraAdapters, ParamPart, encode_factor, read_adapter
 from miles.models.lora.targets import LoraSpec, LoraTarget
 from miles.models.optim_groups import MuonMatrices
@@ -37,6 +38,7 @@ from miles.train.model_protocols import (
     ProvidesFeatures,
     ReportsTokenTime,
     TrainModel,
+    find_torch_dist_model,
 )
 from miles.train.optim.optimizer import full_grad_norm
 from miles.train.optim.sharded_adam import HasMomentsGroup, RankGroup
@@ -420,6 +422,10 @@ class UnmergedLoraModel(LoraModel):
     def load(self, folder: Path) -> None:
         """Load the adapters; the base stays the one that was loaded at the start, and is compared."""
         self._adapters.load(self.read_factors(folder))
+        if is_torch_dist(folder):
+            self._compare_torch_dist(folder)
+            self.after_update()
+            return
         plan = self._base_model.save_plan()
         assert plan is not None, "the native decoder has a save plan"
         dtypes = plan.dtypes()
@@ -428,6 +434,20 @@ class UnmergedLoraModel(LoraModel):
             if not torch.equal(merged, stored.to(dtypes[name])):
                 raise self._build_base_error(folder, name)
         self.after_update()
+
+    def _compare_torch_dist(self, folder: Path) -> None:
+        """Raise an error on all ranks if the weights of a Megatron checkpoint are not this base plus its adapters."""
+        model = find_torch_dist_model(self)
+        assert model is not None, "only a model of Megatron loads its checkpoints"
+        stored, names = model.read_torch_dist(folder), list(self._base_model.parameters())
+        differs = torch.zeros(len(names), device=self.device)
+        for number, name in enumerate(names):
+            merged = self._base_model.shard(name, self._gather_merged(name))
+            if name in stored:
+                differs[number] = not torch.equal(merged.cpu().to(stored[name].dtype), stored[name])
+        found = self._base_model.max_over_ranks(differs).nonzero().flatten().tolist()
+        if found:
+            raise self._build_base_error(folder, names[found[0]])
 
     @torch.no_grad()
     def _gather_merged(self, name: str) -> Tensor:

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -30,8 +31,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state_dic
 
 from miles.backends.megatron.distributed_optimizer import MegatronOptimizer
 from miles.backends.megatron.module_choice import has_stacked_layers
+from miles.backends.megatron.sharded_params import build_empty_params, build_sharded_params, join_params
 from miles.core.errors import CheckpointError, UsageError
-from miles.models.checkpoint.torch_dist import build_model_args
+from miles.models.checkpoint.torch_dist import TorchDistReader, build_model_args
 from miles.models.checkpoint.torch_dist_folders import check_torch_dist
 from miles.train.optim.optimizer import OptimizerProtocol
 
@@ -95,9 +97,11 @@ def save(
     *,
     iteration: int = 0,
     group: dist.ProcessGroup | None = None,
+    gather_unit: Callable[[str], Tensor] | None = None,
 ) -> Callable[[], None] | None:
     """Write ``folder``; all ranks call, and all write. An ``optimizer`` must be a MegatronOptimizer.
 
+    The weights are those of ``model``, or the full tensors of ``gather_unit``, if they are base and adapters apart.
     ``iteration`` is the number that Megatron's tools read from the checkpoint. With a ``group`` of all ranks over gloo
     tensors are copied, and what is returned writes them: a thread of every rank calls it, one checkpoint at a time.
     """
@@ -105,7 +109,8 @@ def save(
     if model.dp_group.is_lead:
         folder.mkdir(parents=True, exist_ok=True)
     model.barrier()
-    state = _state(model)
+    by_param = gather_unit is not None or model.has_adapted_parts
+    state: dict[str, Any] = {"model": build_sharded_params(model, gather_unit)} if by_param else _state(model)
     state |= {"args": Namespace(**build_model_args(model.spec)), "iteration": iteration, "checkpoint_version": 3.0}
     if megatron_optimizer is not None:
         megatron_optimizer.init_state()
@@ -129,8 +134,12 @@ def load(model: MegatronModel, folder: Path, optimizer: OptimizerProtocol | None
 
     All ranks call. Without an optimizer that of the checkpoint is ignored; load weights so before building one.
     """
-    check_torch_dist(folder)
     megatron_optimizer = _as_megatron_optimizer(optimizer)
+    if model.has_adapted_parts:
+        assert megatron_optimizer is None, "adapters have an optimizer of ours"
+        model.set_params(read_params(model, folder))
+        return
+    check_torch_dist(folder)
     if megatron_optimizer is not None and _PROGRESS not in _read_common(folder):
         raise CheckpointError(f"{folder} has weights but no optimizer state; load it without an optimizer.")
     state = _state(model)
@@ -139,18 +148,30 @@ def load(model: MegatronModel, folder: Path, optimizer: OptimizerProtocol | None
         state[_OPTIMIZER] = megatron_optimizer.inner.sharded_state_dict(
             _names_source(state), is_loading=True, metadata=_metadata(model)
         )
-    try:
-        found: Any = dist_checkpointing.load(state, str(folder))
-    except (CheckpointingException, CheckpointException, KeyError) as error:
-        raise CheckpointError(
-            f"{folder} cannot be loaded into a {model.spec.family} model of this size: {_first_line(error)}"
-        ) from error
+    found = _load_state(model, folder, state)
     for name, chunk in model.chunks().items():
         chunk.load_state_dict(found[name], strict=True)
     model.adopt()
     if megatron_optimizer is not None:
         megatron_optimizer.load_inner(found[_OPTIMIZER])
         megatron_optimizer.resume(**found[_PROGRESS])
+
+
+def read_params(model: MegatronModel, folder: Path) -> dict[str, Tensor]:
+    """Read this rank's part of each parameter of ``model`` to the host, whatever layout wrote it; all ranks call."""
+    stored = TorchDistReader(folder).shapes()
+    found = _load_state(model, folder, {"model": build_empty_params(model, stored)})
+    return join_params(model, found["model"])
+
+
+def _load_state(model: MegatronModel, folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    try:
+        found: Any = dist_checkpointing.load(state, str(folder))
+    except (CheckpointingException, CheckpointException, KeyError) as error:
+        raise CheckpointError(
+            f"{folder} cannot be loaded into a {model.spec.family} model of this size: {_first_line(error)}"
+        ) from error
+    return found
 
 
 def _read_common(folder: Path) -> dict[str, Any]:

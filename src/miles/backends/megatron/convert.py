@@ -7,7 +7,6 @@ and the format describes whole tensors, so any parallel layout wrote it and any 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,14 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles.backends.megatron.module_choice import choose_modules, has_stacked_layers
-from miles.backends.megatron.param_mapping import (
-    ParamMapping,
-    build_param_mappings,
-    checkpoint_names,
-    parse_layer_index,
-)
+from miles.backends.megatron.param_mapping import ParamMapping, build_param_mappings, parse_layer_index
 from miles.backends.megatron.supported_models import check_megatron_support
+from miles.backends.megatron.torch_dist_keys import VOCABULARY, list_extra_states, list_keys, list_possible_keys
 from miles.cluster.parallel_dims import ParallelDims
 from miles.core.errors import CheckpointError, UsageError
 from miles.models.checkpoint.convert import RECEIPT, Progress, SafetensorsOutput, draft_folder, ignore_progress
@@ -42,14 +36,6 @@ from miles.models.spec import DecoderSpec
 from miles.train.draft_trainer import DRAFT_FOLDERS
 
 _CHUNK_BYTES = 256 << 20
-_VOCABULARY = ("embedding.weight", "lm_head.weight")
-_EXPERT_KEY = {
-    "mlp.experts.local_experts.{}.linear_fc1.weight": "mlp.experts.experts.linear_fc1.weight",
-    "mlp.experts.local_experts.{}.linear_fc2.weight": "mlp.experts.experts.linear_fc2.weight",
-}
-# Modules that have an entry besides their tensors, empty without FP8, which Megatron expects in a checkpoint.
-_EXTRA_STATE = re.compile(r"(.*linear_[a-z0-9_]+)\.weight")
-_CORE_ATTENTION = "self_attention.core_attention"
 _MODEL_KEYS = ("decoder.", "embedding.", "output_layer.", "vision.")
 
 
@@ -103,8 +89,8 @@ def convert_to_torch_dist(plan: TorchDistPlan, target: Path, *, progress: Progre
         writer = TorchDistWriter(folder)
         try:
             digests = _write_params(plan, writer, progress or ignore_progress)
-            for key in _extra_state_keys(plan.spec):
-                writer.write_object(key, [None])
+            for state in list_extra_states(plan.spec):
+                writer.write_object(f"{state.key}/shard_{state.index}_{state.count}", [None])
             writer.finish(plan.spec, iteration=0)
         finally:
             writer.close()
@@ -120,7 +106,7 @@ def _write_params(plan: TorchDistPlan, writer: TorchDistWriter, progress: Progre
     with ParamReader("cpu") as params:
         for unit in plan.save_plan.units:
             progress(unit.name, writer.done_bytes, plan.total_bytes)
-            keys, layer = _keys_to_write(plan.spec, unit.name)
+            keys, layer = list_keys(plan.spec, unit.name)
             for first, chunk in _read_chunks(unit, sources[unit.name], plan.mappings[unit.name], params):
                 for key in keys:
                     digests.setdefault(key, hashlib.sha256()).update(_bytes(chunk))
@@ -133,24 +119,6 @@ def _write_params(plan: TorchDistPlan, writer: TorchDistWriter, progress: Progre
     return {key: digest.hexdigest() for key, digest in digests.items()}
 
 
-def _keys_to_write(spec: DecoderSpec, name: str) -> tuple[list[str], int | None]:
-    """The keys of a parameter, and its place in stacked layers, which is how Megatron stores layers of one kind.
-
-    A norm has two names, one where Transformer Engine fuses it into the next projection; both are written.
-    """
-    layer, names = parse_layer_index(name), _key_names(spec, name)
-    if layer is None:
-        return list(names), None
-    if has_stacked_layers(spec):
-        return [f"decoder.layers.{each}" for each in names], layer
-    return [f"decoder.layers.{layer}.{each}" for each in names], None
-
-
-def _key_names(spec: DecoderSpec, name: str) -> tuple[str, ...]:
-    names = checkpoint_names(spec, name)
-    return (_EXPERT_KEY[names[0]],) if names[0] in _EXPERT_KEY else names
-
-
 def _read_chunks(
     unit: SaveUnit, sources: Sequence[ParamSource], mapping: ParamMapping, params: ParamReader
 ) -> Iterator[tuple[int, Tensor]]:
@@ -159,32 +127,13 @@ def _read_chunks(
     each = rows
     if mapping.expert:
         each = 1
-    elif unit.name in _VOCABULARY:
+    elif unit.name in VOCABULARY:
         each = max(1, _CHUNK_BYTES // (4 * prod(unit.shape[1:])))
     for first in range(0, rows, each):
         count = min(each, rows - first)
         own = [s for s in sources if s.piece.expert in (None, first)] if mapping.expert else sources
         full = params.read(own, (count, *unit.shape[1:]), unit.dtype, first=first)
         yield first, full if each < rows else mapping.to_megatron(full)
-
-
-def _extra_state_keys(spec: DecoderSpec) -> Iterator[str]:
-    seen: set[str] = set()
-    own, stacked = choose_modules(spec), has_stacked_layers(spec)
-    for name, mapping in build_param_mappings(spec, transformer_engine=False).items():
-        layer = parse_layer_index(name)
-        if layer is None or own.has_param(name):
-            continue
-        modules = [found[1] for key in _key_names(spec, name) if (found := _EXTRA_STATE.fullmatch(key))]
-        count = mapping.shape[0] if mapping.expert else 1
-        for module in [*modules, *([_CORE_ATTENTION] if layer not in own.mixers else [])]:
-            for number in range(count):
-                place = f"{layer}_{spec.num_layers}" if stacked else f"{number}_{count}"
-                middle = "" if stacked else f"{layer}."
-                key = f"decoder.layers.{middle}{module}._extra_state/shard_{place}"
-                if key not in seen:
-                    seen.add(key)
-                    yield key
 
 
 # -- torch_dist -> Hugging Face ---------------------------------------------------------------
@@ -204,7 +153,7 @@ def plan_from_torch_dist(source: Path, *, origin: Path, dtype: torch.dtype) -> T
         _find_key(shapes, spec, name, source)
     for name, mapping in mappings.items():
         _locate_key(shapes, spec, name, mapping, source)
-    used = {key for name in mappings for key in _possible_keys(spec, name)}
+    used = {key for name in mappings for key in list_possible_keys(spec, name)}
     unused = sorted(key for key in shapes if key not in used and key.startswith(_MODEL_KEYS))
     if unused:
         raise CheckpointError(
@@ -224,15 +173,8 @@ def plan_from_torch_dist(source: Path, *, origin: Path, dtype: torch.dtype) -> T
     )
 
 
-def _possible_keys(spec: DecoderSpec, name: str) -> list[str]:
-    layer, names = parse_layer_index(name), _key_names(spec, name)
-    if layer is None:
-        return list(names)
-    return [f"decoder.layers.{middle}{each}" for each in names for middle in ("", f"{layer}.")]
-
-
 def _find_key(shapes: Mapping[str, tuple[int, ...]], spec: DecoderSpec, name: str, source: Path) -> str:
-    keys = _possible_keys(spec, name)
+    keys = list_possible_keys(spec, name)
     key = next((key for key in keys if key in shapes), None)
     if key is None:
         raise CheckpointError(
@@ -250,7 +192,7 @@ def _locate_key(
     layer = parse_layer_index(name)
     stacked = layer is not None and not key.startswith(f"decoder.layers.{layer}.")
     found, wanted = shapes[key], (spec.num_layers, *mapping.shape) if stacked else mapping.shape
-    if name in _VOCABULARY and found[1:] == wanted[1:] and found[0] >= wanted[0]:
+    if name in VOCABULARY and found[1:] == wanted[1:] and found[0] >= wanted[0]:
         return key, None  # padded rows
     if found != wanted:
         raise CheckpointError(

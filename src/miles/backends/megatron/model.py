@@ -355,15 +355,15 @@ class MegatronModel:
         )
 
     def norm(self, grads: Mapping[str, Tensor]) -> Tensor:
-        parts = [grad for name, grad in grads.items() if self._is_counted(name)]
+        parts = [grad for name, grad in grads.items() if self.is_main_replica(name)]
         norms = torch._foreach_norm(parts) if parts else []  # pyright: ignore[reportPrivateImportUsage]
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         for each in norms:
             square += each.to(device=self.device, dtype=torch.float64).square()
         return self.state.world_group.sum(square).sqrt().to(torch.float32)
 
-    def _is_counted(self, name: str) -> bool:
-        """Return whether this rank counts its part of a gradient, among all ranks that have the same."""
+    def is_main_replica(self, name: str) -> bool:
+        """Return whether this rank's part of a parameter counts, among all ranks that have the same."""
         mapping, state = self.mappings[name], self.state
         if not self._registry.owns(name) or not (mapping.tp_shard.segments or state.tp_group.rank == 0):
             return False
@@ -467,7 +467,13 @@ class MegatronModel:
         self.load_decoder(folder, spec_from_config(read_config(folder)), stored_tensors(folder))
 
     def save_torch_dist(
-        self, folder: Path, optimizer: OptimizerProtocol, *, iteration: int, background: bool = False
+        self,
+        folder: Path,
+        optimizer: OptimizerProtocol,
+        *,
+        iteration: int,
+        background: bool = False,
+        gather_unit: Callable[[str], Tensor] | None = None,
     ) -> tuple[bool, Callable[[], None] | None]:
         """Write Megatron's distributed checkpoint; the optimizer's state is in it if it is Megatron's."""
         is_megatrons = isinstance(optimizer, MegatronOptimizer)
@@ -476,7 +482,8 @@ class MegatronModel:
             self._save_group = dist.new_group(backend="gloo")
         group = self._save_group if background else None
         stored = optimizer if is_megatrons else None
-        return is_megatrons, checkpoint.save(self, folder, stored, iteration=iteration, group=group)
+        how: Any = {"iteration": iteration, "group": group, "gather_unit": gather_unit}
+        return is_megatrons, checkpoint.save(self, folder, stored, **how)
 
     def load_torch_dist(self, folder: Path, optimizer: OptimizerProtocol) -> None:
         """Load weights and Megatron's optimizer from its distributed checkpoint, of any layout."""
@@ -485,6 +492,27 @@ class MegatronModel:
                 f"{folder} has the state of Megatron's optimizer; resume with --megatron-use-distributed-optimizer."
             )
         checkpoint.load(self, folder, optimizer)
+
+    def read_torch_dist(self, folder: Path) -> dict[str, Tensor]:
+        """Read this rank's part of each parameter from a distributed checkpoint, to the host."""
+        return checkpoint.read_params(self, folder)
+
+    @torch.no_grad()
+    def set_params(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set this rank's part of each parameter."""
+        params = self.parameters()
+        for name, tensor in tensors.items():
+            params[name].copy_(tensor)
+        self._registry.publish()
+
+    @property
+    def has_adapted_parts(self) -> bool:
+        """Whether some parts are the decoder's modules for the sake of their adapters."""
+        return bool(self.tf_config.adapted)
+
+    def has_param(self, name: str) -> bool:
+        """Return whether this rank has a part of a parameter."""
+        return name in self._registry.local_names
 
     @torch.no_grad()
     def load_decoder(self, folder: Path, spec: DecoderSpec, stored: Mapping[str, StoredTensor]) -> None:

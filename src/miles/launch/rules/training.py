@@ -12,7 +12,7 @@ from miles.config.value_types import format_value
 from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.launch.plan.hardware import choose_device, count_accelerators
-from miles.launch.plan.lora import find_megatron_adapted_parts, shares_reference
+from miles.launch.plan.lora import find_megatron_adapted_parts, packs_base, shares_reference
 from miles.launch.plan.plan import count_samples_per_prompt
 from miles.launch.plan.topology import (
     build_parallel_dims,
@@ -181,15 +181,10 @@ def check_ckpt_format(c: Config) -> Iterator[str]:
 
 
 def check_torch_dist_adapters(c: Config) -> Iterator[str]:
-    """Layers whose adapters or packed base Megatron's modules cannot have are the decoder's, with names of its own."""
-    if c.train.ckpt_format != "torch_dist" or not c.lora.is_enabled:
-        return
-    spec = read_spec_or_none(c.models.hf_checkpoint, c.models.model_impl)
-    if spec is not None and find_megatron_adapted_parts(c, spec):
+    if c.train.ckpt_format == "torch_dist" and packs_base(c):
         yield (
-            "--ckpt-format torch_dist supports merged LoRA of attention and dense MLPs, but not --no-lora-merge, "
-            "--train-precision, --lora-dropout, DoRA or adapters of experts or MLA; use --ckpt-format hf, or other "
-            "adapters."
+            "--ckpt-format torch_dist does not support adapters over a packed base (--train-precision); use --ckpt-format "
+            "hf, or remove --train-precision."
         )
 
 

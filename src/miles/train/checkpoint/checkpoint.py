@@ -107,18 +107,22 @@ def save(
     If a rank cannot write, the lead raises the error, or reports it by its marker in the background.
     """
     saver = saver or CheckpointSaver()
+    save_plan = model.save_plan()
     stores_optimizer, write_torch_dist = False, None
     if saver.torch_dist:
         torch_dist_model = find_torch_dist_model(model)
-        assert torch_dist_model is not None, "a rule requires a model of Megatron"
+        assert torch_dist_model is not None and save_plan is not None, "a rule requires a model of Megatron"
         saver.wait()
         stores_optimizer, write_torch_dist = torch_dist_model.save_torch_dist(
-            folder, optimizer, iteration=version.number, background=saver.background
+            folder,
+            optimizer,
+            iteration=version.number,
+            background=saver.background,
+            gather_unit=save_plan.gather_unit,
         )
     rank, ranks = _get_rank(dp_group)
     if dp_group.is_lead:
         markers.announce_ranks(folder, ranks)
-    save_plan = model.save_plan()
     if save_plan is not None and extra:
         copied = tuple({**dict(save_plan.extra_tensors), **extra}.items())
         save_plan = replace(save_plan, extra_tensors=copied)
