@@ -146,7 +146,7 @@ class HasAdapters(Protocol):
 
 
 @runtime_checkable
-class TorchDistModel(Protocol):
+class TorchDistModel(ShardedParameters, Protocol):
     """A model that can be stored in Megatron's distributed checkpoint format; all ranks call at once."""
 
     def save_torch_dist(
@@ -157,11 +157,13 @@ class TorchDistModel(Protocol):
         iteration: int,
         background: bool = False,
         gather_unit: Callable[[str], Tensor] | None = None,
+        replicated: Mapping[str, Tensor] | None = None,
     ) -> tuple[bool, Callable[[], None] | None]:
         """Write the weights, and the state of the optimizer if it is Megatron's; returns whether it is.
 
-        With ``gather_unit`` the weights are the full tensors that it returns. In the ``background`` they are only
-        copied: a thread of every rank calls the second value, which writes them.
+        With ``gather_unit`` the weights are the full tensors that it returns. ``replicated`` are further ones, which
+        every rank has. In the ``background`` they are only copied: a thread of every rank calls the second value,
+        which writes them.
         """
         ...
 

@@ -64,7 +64,7 @@ class RewardModelTrainer:
         self._steps = steps
         self._run = run
         self._clock = clock
-        self._saver = checkpoint.build_saver(train)
+        self._saver = checkpoint.build_saver(train, torch_dist=train.ckpt_format == "torch_dist")
         self._loss = BradleyTerryLoss()
         trained = {name: p for name, p in model.parameters().items() if p.requires_grad}
         self._optimizer = build_optimizer(trained, train, build_lr_schedule(train, updates=updates), model=model)

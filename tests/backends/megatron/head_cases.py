@@ -19,6 +19,7 @@ from miles.backends.fsdp.lora_reward_model import HeadRewardModel, LoraRewardMod
 from miles.backends.fsdp.reward_model import RewardModel
 from miles.cluster.executor import InlineExecutor
 from miles.cluster.parallel_dims import ParallelDims
+from miles.core.errors import CheckpointError
 from miles.core.types import Batch, Sample
 from miles.models.checkpoint import hf
 from miles.models.checkpoint.safetensors_io import read_config
@@ -299,3 +300,79 @@ def reward_shared(
             return found
         finally:
             destroy_parallel_state()
+
+
+def reward_torch_dist(
+    rank: int,
+    world: int,
+    folder: Path,
+    layout: ParallelDims,
+    flags: tuple[str, ...],
+    batch: tuple[Sample, ...],
+    lora: LoraSpec | None,
+    saved: Path,
+    *,
+    resume: bool,
+    background: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Make a step and save it in Megatron's format, or resume from that; make another; returns whole parameters."""
+    from tests.backends.megatron.shim import on_cpu
+
+    with on_cpu():
+        from miles.backends.megatron.parallel_state import destroy_parallel_state
+
+        try:
+            backbone, model = build_reward_model(folder, layout, flags, lora)
+            options: dict[str, Any] = {"ckpt_format": "torch_dist", "async_save": background}
+            trainer = reward_trainer(model, backbone.dp_group, **options)
+            if resume:
+                asyncio.run(trainer.load(saved))
+            else:
+                asyncio.run(trainer.step(Batch(step=0, samples=batch, num_groups=1)))
+                asyncio.run(trainer.save(saved))
+                trainer._saver.wait()
+                backbone.barrier()
+            assert trainer.version.number == 1
+            asyncio.run(trainer.step(Batch(step=1, samples=batch, num_groups=1)))
+            return {name: model.gather(name, p.detach()).clone() for name, p in model.parameters().items()}
+        finally:
+            destroy_parallel_state()
+
+
+def load_reward_model(
+    rank: int, world: int, folder: Path, layout: ParallelDims, lora: LoraSpec | None, saved: Path
+) -> str:
+    """The error of loading ``saved`` into the reward model of ``folder``."""
+    from tests.backends.megatron.shim import on_cpu
+
+    with on_cpu():
+        from miles.backends.megatron.parallel_state import destroy_parallel_state
+
+        try:
+            backbone, model = build_reward_model(folder, layout, (), lora)
+            asyncio.run(reward_trainer(model, backbone.dp_group).load(saved))
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            destroy_parallel_state()
+    return ""
+
+
+def build_reward_model(
+    folder: Path, layout: ParallelDims, flags: tuple[str, ...], lora: LoraSpec | None
+) -> tuple[Any, Any]:
+    """A reward model of Megatron on this rank, or adapters and a score over a frozen decoder, and that decoder."""
+    from miles.backends.megatron.head_models import MegatronRewardModel, MegatronScoreHead
+    from miles.backends.megatron.model import load_megatron_model
+
+    spec, config = spec_from_config(read_config(folder)), read_config(folder)
+    if lora is not None:
+        base = cases.load_frozen(folder, layout, flags, lora)
+        model = adapted_reward_model(MegatronScoreHead(base, config=config), folder, lora)
+        fill_head(model)
+        return base, model
+    how: dict[str, Any] = {"dtype": torch.float32, "flags": flags, "config": config}
+    backbone = load_megatron_model(folder, spec, layout, scalar_head={SCORE: (1, spec.hidden_size)}, **how)
+    model = MegatronRewardModel(backbone, config=config)
+    fill_head(model)
+    return backbone, model

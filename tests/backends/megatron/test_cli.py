@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -146,8 +147,9 @@ def test_the_reference_follows_the_policy_on_megatron_as_on_fsdp_also_when_resum
     assert abs(one[2]) < abs(one[1]) / 4
 
 
+@pytest.mark.parametrize("saves", ["hf", "torch_dist"])
 @pytest.mark.parametrize("adapters", [(), ("--lora-rank", "4")], ids=["weights", "adapters"])
-def test_a_reward_model_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path, adapters: tuple[str, ...]):
+def test_a_reward_model_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path, adapters: tuple[str, ...], saves: str):
     inputs = write_inputs(tmp_path / "inputs")
     words = [json.loads(line)["input"] for line in (inputs / "train.jsonl").read_text().splitlines()]
     write_pairs(inputs / "pairs.jsonl", words)
@@ -155,6 +157,7 @@ def test_a_reward_model_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path, adapt
     line = ("--hf-checkpoint", str(inputs), *data, "--device", "cpu", "--view", "plain", "--num-rollout", "3")
     losses: list[list[float]] = []
     ranks = ("--train-backend", "megatron", "--actor-num-gpus-per-node", "4", "--pipeline-model-parallel-size", "2")
+    ranks += ("--ckpt-format", saves)
     for name, more in (("fsdp", ()), ("megatron", ranks)):
         rate = ("--loss-type", "rm_loss", "--lr", "3e-3")
         run_miles("train", *line, "--save", str(tmp_path / name), *rate, *adapters, *more)
@@ -162,7 +165,8 @@ def test_a_reward_model_run_on_megatron_is_the_run_on_fsdp(tmp_path: Path, adapt
         losses.append([row["loss"] for row in lines if row["kind"] == "train"])
     assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], abs=1e-4)
     last = "checkpoints/step-000003"
-    one, two = (_weights(tmp_path / name / last) for name in ("fsdp", "megatron"))
+    read = _weights if saves == "hf" else partial(load_torch_dist, out=tmp_path)
+    one, two = _weights(tmp_path / "fsdp" / last), read(tmp_path / "megatron" / last)
     assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=2e-3) for n in one)
     assert one["score.weight"].any()
 

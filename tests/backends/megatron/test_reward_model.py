@@ -1,6 +1,7 @@
 """Reward models on Megatron, against the FSDP backend in one process and transformers' classifier."""
 
 import asyncio
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,16 @@ import pytest
 import torch
 from peft import PeftModel
 from tests.backends.megatron import cases, head_cases
+from tests.backends.megatron.adapter_dist_cases import train_adapters_and_save
 from tests.backends.megatron.test_model import DISTRIBUTED_OPTIMIZER, INTERLEAVED, Case, layout
+from tests.backends.megatron.torch_dist_cases import train_and_save
 from tests.pool import ranks
 from tests.train.test_preference import pairs
 from transformers import AutoModelForSequenceClassification
 
 from miles.backends.fsdp.lora_reward_model import LoraRewardModel
 from miles.core.types import Batch
+from miles.launch.main import main
 from miles.train.dp_group import SINGLE_RANK
 
 pytestmark = [
@@ -137,3 +141,59 @@ def test_adapters_under_a_score_go_on_to_the_bit_and_are_those_of_the_peft_libra
             found = heir_model._reward_model.scores(tokens, torch.arange(len(tokens)), (len(tokens),)).item()
         assert found == pytest.approx(merged(tokens[None]).logits.item(), abs=1e-5)
         assert found == pytest.approx(theirs(tokens[None]).logits.item(), abs=1e-5)
+
+
+DIST: dict[str, tuple[Case, dict[str, Any], dict[str, Any] | None]] = {
+    "ours": (Case("qwen3 untied", {"tensor": 2, "sequence": True}), {"pipeline": 2}, None),
+    "Megatron's optimizer": (Case("qwen3", {"pipeline": 2}, DISTRIBUTED_OPTIMIZER), {"tensor": 2}, None),
+    "experts": (Case("qwen3_moe", {"shard": 2, "expert": 2}, DISTRIBUTED_OPTIMIZER), {"pipeline": 2}, None),
+    "adapters": (Case("qwen3 untied", {"tensor": 2, "pipeline": 2}), {"tensor": 2, "sequence": True}, {}),
+    "DoRA": (Case("qwen3", {"tensor": 2, "sequence": True}), {"pipeline": 2}, {"use_dora": True}),
+}
+
+
+@pytest.mark.parametrize("name", DIST)
+def test_megatrons_checkpoint_of_a_reward_model_resumes_and_is_converted(tmp_path: Path, name: str):
+    case, read, form = DIST[name]
+    folder, batch = cases.written(tmp_path / "model", case.kind), tuple(pairs())
+    lora = None if form is None else cases.read_lora(folder, **form)
+    (saved := tmp_path / "saved").mkdir()
+    where, there = layout(case.sizes), layout(read)
+    run = partial(head_cases.reward_torch_dist, resume=False, background=name == "adapters")
+    wanted = ranks(where.world, run, folder, where, case.flags, batch, lora, saved)[0]
+    assert (saved / ".metadata").is_file() and not list(saved.glob("model*.safetensors"))
+    resume = partial(head_cases.reward_torch_dist, resume=True)
+    found = ranks(where.world, resume, folder, where, case.flags, batch, lora, saved)[0]
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    found = ranks(there.world, resume, folder, there, case.flags, batch, lora, saved)[0]
+    assert not cases.apart(found, wanted, 1e-4)
+    # The FSDP trainer's reward model after the same step, which transformers' classifier has when it is converted.
+    own: Any = head_cases.local_reward_model(folder)
+    local = own if lora is None else head_cases.adapted_reward_model(own, folder, lora)
+    head_cases.fill_head(local)
+    asyncio.run(head_cases.reward_trainer(local, SINGLE_RANK).step(Batch(step=0, samples=batch, num_groups=1)))
+    assert main(["convert", str(saved), str(tmp_path / "out"), "--format", "float32"]) == 0
+    how: dict[str, Any] = {"num_labels": 1, "dtype": torch.float32, "attn_implementation": "eager"}
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", **how)
+    for s in batch:
+        tokens = torch.from_numpy(s.tokens).long()
+        with torch.no_grad():
+            score = own.scores(tokens, torch.arange(len(tokens)), (len(tokens),)).item()
+            assert theirs(tokens[None]).logits.item() == pytest.approx(score, abs=1e-4)
+        assert abs(score) > 1e-3
+
+
+@pytest.mark.parametrize("form", [None, {}], ids=["weights", "adapters"])
+def test_megatrons_checkpoint_of_a_policy_is_no_reward_model(tmp_path: Path, form: dict[str, Any] | None):
+    folder, where = cases.written(tmp_path / "model", "qwen3"), layout({})
+    (saved := tmp_path / "saved").mkdir()
+    lora = None if form is None else cases.read_lora(folder, **form)
+    if lora is None:
+        batches = (cases.samples("qwen3"),)
+        ranks(1, train_and_save, folder, where, DISTRIBUTED_OPTIMIZER, batches, saved)
+        (said,) = ranks(1, head_cases.load_reward_model, folder, where, lora, saved)
+        assert f"{saved} has no score.weight of 16 columns, so it is not this reward model" in said
+        return
+    ranks(1, train_adapters_and_save, folder, where, lora, "qwen3", saved)
+    (said,) = ranks(1, head_cases.load_reward_model, folder, where, lora, saved)
+    assert f"{saved} has no score.weight" in said

@@ -31,7 +31,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state_dic
 
 from miles.backends.megatron.distributed_optimizer import MegatronOptimizer
 from miles.backends.megatron.module_choice import has_stacked_layers
-from miles.backends.megatron.sharded_params import build_empty_params, build_sharded_params, join_params
+from miles.backends.megatron.sharded_params import (
+    build_empty_params,
+    build_replicated,
+    build_sharded_params,
+    join_params,
+)
 from miles.core.errors import CheckpointError, UsageError
 from miles.models.checkpoint.torch_dist import TorchDistReader, build_model_args
 from miles.models.checkpoint.torch_dist_folders import check_torch_dist
@@ -98,12 +103,14 @@ def save(
     iteration: int = 0,
     group: dist.ProcessGroup | None = None,
     gather_unit: Callable[[str], Tensor] | None = None,
+    replicated: Mapping[str, Tensor] | None = None,
 ) -> Callable[[], None] | None:
     """Write ``folder``; all ranks call, and all write. An ``optimizer`` must be a MegatronOptimizer.
 
-    The weights are those of ``model``, or the full tensors of ``gather_unit``, if they are base and adapters apart.
-    ``iteration`` is the number that Megatron's tools read from the checkpoint. With a ``group`` of all ranks over gloo
-    tensors are copied, and what is returned writes them: a thread of every rank calls it, one checkpoint at a time.
+    The weights are those of ``model``, or the full tensors of ``gather_unit``, if they are base and adapters apart, and
+    ``replicated`` ones, which every rank has. ``iteration`` is the number that Megatron's tools read from the
+    checkpoint. With a ``group`` of all ranks over gloo tensors are copied, and what is returned writes them: a thread
+    of every rank calls it, one checkpoint at a time.
     """
     megatron_optimizer = _as_megatron_optimizer(optimizer)
     if model.dp_group.is_lead:
@@ -111,6 +118,7 @@ def save(
     model.barrier()
     by_param = gather_unit is not None or model.has_adapted_parts
     state: dict[str, Any] = {"model": build_sharded_params(model, gather_unit)} if by_param else _state(model)
+    state["replicated"] = build_replicated(model, replicated or {})
     state |= {"args": Namespace(**build_model_args(model.spec)), "iteration": iteration, "checkpoint_version": 3.0}
     if megatron_optimizer is not None:
         megatron_optimizer.init_state()

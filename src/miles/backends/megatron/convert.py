@@ -17,7 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles.backends.megatron.param_mapping import ParamMapping, build_param_mappings, parse_layer_index
+from miles.backends.megatron.param_mapping import (
+    ParamMapping,
+    build_head_mappings,
+    build_param_mappings,
+    parse_layer_index,
+)
 from miles.backends.megatron.supported_models import check_megatron_support
 from miles.backends.megatron.torch_dist_keys import VOCABULARY, list_extra_states, list_keys, list_possible_keys
 from miles.cluster.parallel_dims import ParallelDims
@@ -27,7 +32,8 @@ from miles.models.checkpoint.load import ParamReader
 from miles.models.checkpoint.quant_config import read_quant_config
 from miles.models.checkpoint.safetensors_io import TensorHeader, config_dtype, read_config, stored_tensors, write_json
 from miles.models.checkpoint.save import SHARD_BYTES, read_stored_bytes
-from miles.models.checkpoint.save_plan import SavePlan, SaveUnit, plan_save
+from miles.models.checkpoint.save_plan import SavePlan, SaveUnit, plan_save, single_tensor_unit
+from miles.models.checkpoint.sequence_classifier import SCORE, SequenceClassifier, build_decoder_config
 from miles.models.checkpoint.tensor_sources import ParamSource, locate_tensors
 from miles.models.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
 from miles.models.checkpoint.torch_dist_folders import RELEASE, write_tracker
@@ -36,7 +42,7 @@ from miles.models.spec import DecoderSpec
 from miles.train.draft_trainer import DRAFT_FOLDERS
 
 _CHUNK_BYTES = 256 << 20
-_MODEL_KEYS = ("decoder.", "embedding.", "output_layer.", "vision.")
+_MODEL_KEYS = ("decoder.", "embedding.", "output_layer.", "vision.", SCORE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,16 +150,17 @@ def plan_from_torch_dist(source: Path, *, origin: Path, dtype: torch.dtype) -> T
 
     A CheckpointError names a tensor that is missing, of another shape, or of no use in a model of that config.
     """
-    config = read_config(origin)
+    shapes, config = TorchDistReader(source).shapes(), read_config(origin)
+    if SCORE in shapes:  # a reward model
+        config = build_decoder_config(config)
     spec = spec_from_config(config)
     _check_family(spec, origin)
-    shapes = TorchDistReader(source).shapes()
     mappings = build_param_mappings(spec, transformer_engine=False)
     for name in mappings:  # another family is better named by what it lacks than by sizes
         _find_key(shapes, spec, name, source)
     for name, mapping in mappings.items():
         _locate_key(shapes, spec, name, mapping, source)
-    used = {key for name in mappings for key in list_possible_keys(spec, name)}
+    used = {SCORE} | {key for name in mappings for key in list_possible_keys(spec, name)}
     unused = sorted(key for key in shapes if key not in used and key.startswith(_MODEL_KEYS))
     if unused:
         raise CheckpointError(
@@ -161,6 +168,9 @@ def plan_from_torch_dist(source: Path, *, origin: Path, dtype: torch.dtype) -> T
             "the folder of its own model with --origin-hf-dir."
         )
     save_plan = plan_save(spec, dtype=dtype, like=origin, config=config)
+    if SCORE in shapes:
+        mappings = {**mappings, **build_head_mappings({SCORE: shapes[SCORE]})}
+        save_plan = _add_score(save_plan, spec, shapes[SCORE])
     if (source / DRAFT_FOLDERS["mtp"]).is_dir():  # MTP layers that a run trained
         trained = stored_tensors(source / DRAFT_FOLDERS["mtp"])
         save_plan = replace(save_plan, extra_tensors=tuple({**dict(save_plan.extra_tensors), **trained}.items()))
@@ -171,6 +181,14 @@ def plan_from_torch_dist(source: Path, *, origin: Path, dtype: torch.dtype) -> T
         mappings=mappings,
         left_out=tuple(sorted(key for key in shapes if not key.startswith(_MODEL_KEYS))),
     )
+
+
+def _add_score(plan: SavePlan, spec: DecoderSpec, shape: tuple[int, ...]) -> SavePlan:
+    """Return the plan of transformers' sequence classifier, whose score head is always float32."""
+    unit = single_tensor_unit(SCORE, torch.empty(shape, device="meta"))
+    config = SequenceClassifier(plan.config, spec.eos_token_ids).build_config(plan.config)
+    extra = tuple(each for each in plan.extra_tensors if each[0] != SCORE)
+    return replace(plan, units=(*plan.units, unit), config=config, extra_tensors=extra)
 
 
 def _find_key(shapes: Mapping[str, tuple[int, ...]], spec: DecoderSpec, name: str, source: Path) -> str:

@@ -9,7 +9,7 @@ is frozen, under adapters, every rank has the head in full, as it has the adapte
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from miles.backends.megatron.model import MegatronModel
+from miles.core.errors import CheckpointError
 from miles.models.checkpoint.save_plan import SavePlan, SaveUnit, single_tensor_unit
 from miles.models.checkpoint.sequence_classifier import SCORE, SequenceClassifier, read_score, split_score
+from miles.models.checkpoint.torch_dist import TorchDistReader
+from miles.models.checkpoint.torch_dist_folders import is_torch_dist
 from miles.models.checkpoint.value_head import BIAS, HEAD, WEIGHT, read_value_head, value_head_shapes, write_value_head
 from miles.models.optim_groups import MuonMatrices
 from miles.train.batch_tensors import MicroBatch, PackedSequences
@@ -37,6 +40,16 @@ def _compute_scalars(output: HeadOutput, weight: Tensor, bias: Tensor | None = N
     """Return the output of a scalar head for each token, in float32."""
     scalar_r = F.linear(output.hidden_RD.float(), weight, bias).squeeze(1)
     return scalar_r if output.tokens is None else output.tokens.join(scalar_r)
+
+
+def read_torch_dist_score(folder: Path, hidden_size: int) -> Tensor:
+    """Read the score weight of a distributed checkpoint; CheckpointError if it is of another model."""
+    reader = TorchDistReader(folder)
+    if reader.shapes().get(SCORE) != (1, hidden_size):
+        raise CheckpointError(
+            f"{folder} has no {SCORE} of {hidden_size} columns, so it is not this reward model; use another checkpoint."
+        )
+    return reader.read(SCORE)
 
 
 class MegatronHeadModel:
@@ -166,7 +179,26 @@ class MegatronRewardModel(MegatronHeadModel):
         plan = self._backbone.save_plan()
         return replace(plan, units=(*plan.units, *self.head_units()), config=self._classifier.build_config(plan.config))
 
+    def save_torch_dist(
+        self, folder: Path, optimizer: OptimizerProtocol, **how: Any
+    ) -> tuple[bool, Callable[[], None] | None]:
+        """Write Megatron's distributed checkpoint, with the score head."""
+        return self._backbone.save_torch_dist(folder, optimizer, **how)
+
+    def load_torch_dist(self, folder: Path, optimizer: OptimizerProtocol) -> None:
+        """Load weights and Megatron's optimizer from its distributed checkpoint, of any layout."""
+        read_torch_dist_score(folder, self._backbone.spec.hidden_size)
+        self._backbone.load_torch_dist(folder, optimizer)
+
+    def read_torch_dist(self, folder: Path) -> dict[str, Tensor]:
+        """Read this rank's part of each parameter from a distributed checkpoint, to the host."""
+        return self._backbone.read_torch_dist(folder)
+
     def load(self, folder: Path) -> None:
+        if is_torch_dist(folder):
+            read_torch_dist_score(folder, self._backbone.spec.hidden_size)
+            self._backbone.load(folder)
+            return
         stored, score = split_score(folder)
         self._backbone.load_decoder(folder, self._backbone.spec, stored)
         self.set_head({SCORE: read_score(score, self._backbone.spec.hidden_size)})
@@ -262,6 +294,10 @@ class MegatronScoreHead(ReplicatedHead):
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
+        if is_torch_dist(folder):
+            self._head[SCORE].copy_(read_torch_dist_score(folder, self.backbone.spec.hidden_size))
+            self.backbone.load(folder)
+            return
         stored, score = split_score(folder)
         self.backbone.load_decoder(folder, self.backbone.spec, stored)
         self._head[SCORE].copy_(read_score(score, self.backbone.spec.hidden_size))

@@ -474,6 +474,7 @@ class MegatronModel:
         iteration: int,
         background: bool = False,
         gather_unit: Callable[[str], Tensor] | None = None,
+        replicated: Mapping[str, Tensor] | None = None,
     ) -> tuple[bool, Callable[[], None] | None]:
         """Write Megatron's distributed checkpoint; the optimizer's state is in it if it is Megatron's."""
         is_megatrons = isinstance(optimizer, MegatronOptimizer)
@@ -482,7 +483,7 @@ class MegatronModel:
             self._save_group = dist.new_group(backend="gloo")
         group = self._save_group if background else None
         stored = optimizer if is_megatrons else None
-        how: Any = {"iteration": iteration, "group": group, "gather_unit": gather_unit}
+        how: Any = {"iteration": iteration, "group": group, "gather_unit": gather_unit, "replicated": replicated}
         return is_megatrons, checkpoint.save(self, folder, stored, **how)
 
     def load_torch_dist(self, folder: Path, optimizer: OptimizerProtocol) -> None:

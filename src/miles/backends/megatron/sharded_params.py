@@ -82,6 +82,13 @@ def build_sharded_params(model: MegatronModel, gather_unit: Callable[[str], Tens
     return state
 
 
+def build_replicated(model: MegatronModel, tensors: Mapping[str, Tensor]) -> dict[str, ShardedTensor]:
+    """Return tensors that every rank has, which one rank writes."""
+    if not model.dp_group.is_lead:
+        return {}
+    return {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in tensors.items()}
+
+
 def build_empty_params(model: MegatronModel, stored: Collection[str]) -> dict[str, ShardedTensor]:
     """Return what this rank reads of a checkpoint with the keys ``stored``: its part of each parameter, no storage."""
     state: dict[str, ShardedTensor] = {}

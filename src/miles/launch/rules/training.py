@@ -172,7 +172,6 @@ def check_ckpt_format(c: Config) -> Iterator[str]:
     if c.train.train_backend != "megatron":
         yield f"{flag} needs --train-backend megatron; add that, or use --ckpt-format hf."
     for given, used in (
-        ("--loss-type rm_loss", c.algo.loss_type == "rm_loss"),
         ("--push-to-hub", c.hub.push_to_hub is not None),
         ("--save-hf-precision rollout", c.schedule.save_hf_precision == "rollout"),
     ):

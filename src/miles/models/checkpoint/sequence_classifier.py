@@ -65,6 +65,11 @@ class SequenceClassifier:
         write_json(folder / "config.json", self.build_config(read_config(folder)))
 
 
+def build_decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of the decoder in a sequence classifier, which its model type names."""
+    return {key: value for key, value in config.items() if key != "architectures"}
+
+
 def split_score(folder: Path) -> tuple[dict[str, StoredTensor], StoredTensor]:
     """Return the tensors of the decoder in the reward model's ``folder``, and its score weight."""
     stored = stored_tensors(folder)

@@ -110,16 +110,9 @@ def save(
     save_plan = model.save_plan()
     stores_optimizer, write_torch_dist = False, None
     if saver.torch_dist:
-        torch_dist_model = find_torch_dist_model(model)
-        assert torch_dist_model is not None and save_plan is not None, "a rule requires a model of Megatron"
         saver.wait()
-        stores_optimizer, write_torch_dist = torch_dist_model.save_torch_dist(
-            folder,
-            optimizer,
-            iteration=version.number,
-            background=saver.background,
-            gather_unit=save_plan.gather_unit,
-        )
+        how = {"iteration": version.number, "background": saver.background}
+        stores_optimizer, write_torch_dist = _save_torch_dist(folder, model, optimizer, save_plan, how)
     rank, ranks = _get_rank(dp_group)
     if dp_group.is_lead:
         markers.announce_ranks(folder, ranks)
@@ -149,6 +142,21 @@ def save(
     if not saver.background:
         saver.wait()
         _raise_failures(folder, rank, writer, dp_group)
+
+
+def _save_torch_dist(
+    folder: Path,
+    model: ShardedParameters,
+    optimizer: OptimizerProtocol,
+    save_plan: SavePlan | None,
+    how: Mapping[str, Any],
+) -> tuple[bool, Callable[[], None] | None]:
+    """Write the weights in Megatron's format, with those that every rank has besides the sharded model."""
+    inner = find_torch_dist_model(model)
+    assert inner is not None and save_plan is not None, "a rule requires a model of Megatron"
+    own, sharded = model.parameters(), inner.parameters()
+    replicated = {unit.name: own[unit.name].detach() for unit in save_plan.units if unit.name not in sharded}
+    return inner.save_torch_dist(folder, optimizer, gather_unit=save_plan.gather_unit, replicated=replicated, **how)
 
 
 def load(
