@@ -106,6 +106,26 @@ def test_a_killed_run_of_two_policies_continues_to_the_bit(start, tmp_path):
         assert everything(run)[name] == content, f"{name} differs"
 
 
+def test_the_reference_of_each_policy_follows_it_also_when_resumed(start, tmp_path):
+    """The listener has made three steps when the run is resumed, and its reference is that of its second, step 4."""
+    how = ("--use-kl-loss", "--kl-loss-coef", "0.1", "--ref-update-interval", "2", "--save-interval", "1")
+    how += ("--lr-warmup-iters", "0", "--lr", "1e-2")
+    runs = [tmp_path / name for name in ("whole", "resumed")]
+    assert main(["train", *small(start, runs[0], *how, steps=8, train_every=2, lr=1e-2)]) == 0
+    resumed = small(start, runs[1], *how, steps=8, train_every=2, lr=1e-2)
+    assert main(["train", *resumed, "--debug-exit-after-rollout", "7"]) == 0
+    assert main(["train", *resumed]) == 0
+    whole, found = ([{**row, "time": 0} for row in measured(run, "train")] for run in runs)
+    assert found == whole
+    for inside in ((), ("policies", "listener")):
+        assert same(weights(runs[0], 8, *inside), weights(runs[1], 8, *inside))
+    # A step that begins at its reference has nothing between the two.
+    speaker = [abs(row["kl"]) for row in whole]
+    listener = [abs(row["policy/listener/kl"]) for row in whole[1::2]]
+    assert max(speaker[2::2]) < min(speaker[1::2]) / 4
+    assert listener[2] < min(listener[1], listener[3]) / 4
+
+
 def test_a_policy_with_the_weights_of_another_is_one_more_role_of_it(start, tmp_path):
     run = tmp_path / "run"
     table = {"speaker": {"hf_checkpoint": str(start / "speaker")}, "listener": {"weights": "speaker"}}

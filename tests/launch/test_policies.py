@@ -121,6 +121,31 @@ def test_what_a_policy_cannot_be_is_said(inputs, table, expected):
     assert any(expected in sentence for sentence in complaints(inputs, table))
 
 
+def test_each_policy_has_a_reference_of_its_own(inputs):
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 2}
+    table = {"solver": kl, "verifier": {**kl, "train_every": 3, "ref_update_interval": 4}, "plain": {}}
+    config, *_ = read("plan", line(inputs, table, "--save-interval", "2", "--keep-checkpoints", "7"))
+    assert [p.config.train.ref_update_interval for p in get_policies(config)] == [2, 4, None]
+    said = complaints(inputs, table, "--save-interval", "2", "--keep-checkpoints", "6")
+    assert said == [
+        "--ref-update-interval 4 needs the checkpoints of the last 12 steps, in which verifier is trained 4 times; "
+        "raise --keep-checkpoints to 7."
+    ]
+    said = complaints(inputs, {"a": kl, "b": {}}, "--ref-update-interval", "2", "--save-interval", "2")
+    assert said == [
+        "--policies: for b, --ref-update-interval changes the reference of the KL; add --use-kl-loss or --kl-coef, or "
+        "remove it."
+    ]
+
+
+def test_megatrons_checkpoints_need_its_ranks_for_each_policy(inputs):
+    more = ("--train-backend", "megatron", "--ckpt-format", "torch_dist")
+    config, *_ = read("plan", line(inputs, {"a": {}, "b": {"lora_rank": 2}}, *more))
+    assert all(policy.config.train.ckpt_format == "torch_dist" for policy in get_policies(config))
+    (said,) = complaints(inputs, {"a": {}, "b": {"train_backend": "fsdp"}}, *more)
+    assert said.startswith("--policies: for b, --ckpt-format torch_dist needs --train-backend megatron")
+
+
 def test_what_all_policies_break_is_said_once(inputs):
     said = complaints(inputs, {"a": {}, "b": {}}, "--n-samples-per-prompt", "4", "--kl-loss-coef", "0.5")
     assert len([sentence for sentence in said if "--kl-loss-coef needs --use-kl-loss" in sentence]) == 1

@@ -149,6 +149,32 @@ def test_a_policy_on_ranks_of_megatron_learns_as_one_in_one_process(start):
         assert_alike(start / name, start / "fsdp")
 
 
+@pytest.mark.megatron
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed: miles-rl[megatron]")
+def test_policies_resume_from_megatrons_checkpoints_with_a_reference_each(start, tmp_path):
+    """The listener, with adapters, has made three steps, and its reference is that of its second one."""
+    how = ("--use-kl-loss", "--kl-loss-coef", "0.1", "--ref-update-interval", "2", "--save-interval", "1")
+    own = {"lora_rank": 2, "lr": 1e-2}
+    alone = trained(start, "references", *how, steps=4, **own)
+    how += (*PAIR, "--train-backend", "megatron", "--ckpt-format", "torch_dist")
+    runs = [start / name for name in ("references-whole", "references-resumed")]
+    run_miles("train", *flags(start, runs[0], *how, steps=4, **own, **TENSOR))
+    run_miles("train", *flags(start, runs[1], *how, "--debug-exit-after-rollout", "3", steps=4, **own, **TENSOR))
+    run_miles("train", *flags(start, runs[1], *how, steps=4, **own, **TENSOR))
+    assert_alike(runs[0], alone)
+    assert metrics(runs[1]) == metrics(runs[0])
+    assert (runs[1] / "latest_checkpointed_iteration.txt").read_text() == "4"
+    for inside in ((), ("policies", "listener")):
+        saved = (runs[1] / "checkpoints" / "step-000004").joinpath(*inside)
+        assert (saved / ".metadata").is_file() and not list(saved.glob("model*.safetensors"))
+        out = tmp_path / "-".join(("out", *inside))
+        run_miles("convert", str(saved), str(out), "--format", "float32")
+        expected, found = weights(alone, 4, *inside), load_file(out / "model.safetensors")
+        assert found.keys() == expected.keys() and found
+        assert all(np.allclose(found[name], expected[name], atol=1e-4) for name in found)
+
+
 # -- killed, resumed and recovered ----------------------------------------------------------
 
 

@@ -271,11 +271,11 @@ class PolicyTrainer:
         if updated == version:
             self._update_reference()
             return
-        earlier = folder.with_name(f"step-{updated:06d}")
-        if not earlier.is_dir():
+        earlier = checkpoint.find_version(folder, updated)
+        if earlier is None:
             raise CheckpointError(
-                f"{folder} cannot be continued: the reference of --ref-update-interval {every} is the policy of "
-                f"{earlier}, which is missing."
+                f"{folder} cannot be continued: the reference of --ref-update-interval {every} is version {updated} of "
+                "the policy, which no checkpoint beside it has; keep more with --keep-checkpoints."
             )
         self._reference.load(earlier)
 

@@ -80,6 +80,7 @@ TRAINING_OPTIONS = frozenset(
         "num_steps_per_rollout",
         "seed",
         "ref_load",
+        "ref_update_interval",
         "opd_teacher_load",
         "critic_load",
         "critic_lr",

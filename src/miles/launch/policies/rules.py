@@ -29,11 +29,8 @@ def check_policies_together(c: Config) -> Iterator[str]:
         yield "--debug-rollout-only samples for one policy, but --policies names several; remove one of them."
     if c.elastic.elastic:
         yield "--elastic works with one policy, but --policies names several; remove one of them."
-    if c.train.ref_update_interval is not None:
-        yield "--ref-update-interval is not supported with --policies; remove one of them."
-    if c.train.ckpt_format == "torch_dist":
-        yield "--ckpt-format torch_dist does not support --policies; use --ckpt-format hf, or remove --policies."
     policies, _ = parse_policies(c)
+    yield from _check_kept_references(policies)
     if any(uses_distillation(policy.config.algo) for policy in policies):
         for flag in list_set_flags(c, "--opd-teacher-urls", "--opd-teachers"):
             yield (
@@ -41,6 +38,20 @@ def check_policies_together(c: Config) -> Iterator[str]:
                 "--opd-teacher-load, in the table of the policy that it teaches."
             )
     yield from _check_servers(policies)
+
+
+def _check_kept_references(policies: Sequence[PolicyConfig]) -> Iterator[str]:
+    """The reference of a policy that is not trained at every step is in an older checkpoint."""
+    for policy in (p for p in policies if p.owns_weights and p.train_every > 1 and not p.frozen):
+        every, schedule = policy.config.train.ref_update_interval, policy.config.schedule
+        if every is None or schedule.save_interval is None or schedule.keep_checkpoints is None:
+            continue
+        needed = every * policy.train_every // schedule.save_interval
+        if schedule.keep_checkpoints <= needed:
+            yield (
+                f"--ref-update-interval {every} needs the checkpoints of the last {every * policy.train_every} steps, "
+                f"in which {policy.name} is trained {every} times; raise --keep-checkpoints to {needed + 1}."
+            )
 
 
 def _check_servers(policies: Sequence[PolicyConfig]) -> Iterator[str]:

@@ -39,6 +39,7 @@ from miles.train.checkpoint.writer import ShardWriter, read_tensors
 from miles.train.config import TrainConfig
 from miles.train.dp_group import SINGLE_RANK, DataParallelGroup
 from miles.train.model_protocols import ShardedParameters, TorchDistModel, find_torch_dist_model
+from miles.train.multi_policy import FOLDER as POLICIES
 from miles.train.optim.optimizer import OptimizerProtocol
 
 OPTIMIZER = "optimizer.safetensors"
@@ -183,6 +184,15 @@ def load(
     optimizer.load(state, updates=int(trainer_state["updates"]))
     model.after_update()
     return version
+
+
+def find_version(folder: Path, number: int) -> Path | None:
+    """Return the checkpoint beside ``folder`` with this version of the same policy, the first if there are several."""
+    folder = folder.resolve()
+    step = folder.parents[1] if folder.parent.name == POLICIES else folder
+    beside = (other / folder.relative_to(step) for other in sorted(step.parent.glob("step-*")))
+    trained = (each for each in beside if (each / TRAINER_STATE).is_file())
+    return next((each for each in trained if _read_trainer_state(each)["version"]["number"] == number), None)
 
 
 def _check_torch_dist_optimizer(folder: Path, model: ShardedParameters, trainer_state: Mapping[str, Any]) -> None:
