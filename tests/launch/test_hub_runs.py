@@ -6,12 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load, load_file
 from tests.fake_hub import FakeHub, serving, use_hub
 from tests.launch.small_run import flags, write_inputs
 
+from miles.cluster.hub_client import HubError
 from miles.launch.commands.serve import read_serve_config
+from miles.launch.hub.upload import push_to_hub
 from miles.launch.main import main
+from miles.launch.read_config import read
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +155,26 @@ def test_a_finished_run_is_uploaded_with_its_card(
     assert "| `--lr` | `0.01` |" in card
     assert "| step | mean reward |" in card
     assert str(tmp_path) not in card
+
+
+def test_a_checkpoint_of_megatron_is_uploaded_as_a_hugging_face_folder(
+    hub: FakeHub, world: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert main(["convert", str(world), str(tmp_path / "dist"), "--format", "torch_dist"]) == 0
+    (run / "checkpoints").mkdir(parents=True)
+    (tmp_path / "dist" / "release").rename(run / "checkpoints" / "step-000002")
+    (run / "metrics.jsonl").touch()
+    more = ("--push-to-hub", "me/distributed", "--train-backend", "megatron", "--ckpt-format", "torch_dist")
+    config, *_ = read("plan", flags(world, run, *more))
+    hub.token = "mine"
+    push_to_hub(config, run, "mine")
+    files = hub.files("me/distributed", "main")
+    assert {"config.json", "model.safetensors", "README.md"} <= files.keys()
+    assert not any(name.endswith((".distcp", ".pt")) or name in (".metadata", "metadata.json") for name in files)
+    own, uploaded = load_file(world / "model.safetensors"), load(files["model.safetensors"])
+    assert own.keys() == uploaded.keys() and all(torch.equal(own[name], uploaded[name]) for name in own)
+    assert [path.name for path in run.iterdir() if path.name.startswith(".")] == []
+    (run / "checkpoints" / "step-000002" / ".metadata").unlink()
+    with pytest.raises(HubError, match=r"could not be uploaded to me/distributed: .*\.metadata is missing"):
+        push_to_hub(config, run, "mine")

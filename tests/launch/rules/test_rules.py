@@ -162,10 +162,6 @@ def test_a_trainer_spans_no_more_devices_than_there_are(monkeypatch: pytest.Monk
             "--train-backend megatron --lora-rank 4 --train-precision int4_g32",
             "--ckpt-format torch_dist does not support adapters over a packed base (--train-precision)",
         ),
-        (
-            "--train-backend megatron --push-to-hub me/model",
-            "--ckpt-format torch_dist does not support --push-to-hub; use --ckpt-format hf",
-        ),
     ],
 )
 def test_megatrons_checkpoints_are_refused_where_they_cannot_store_a_run(line: str, sentence: str):
@@ -173,9 +169,14 @@ def test_megatrons_checkpoints_are_refused_where_they_cannot_store_a_run(line: s
     assert problem.startswith(sentence)
 
 
-@pytest.mark.parametrize("form", ["", "--no-lora-merge", "--lora-dropout 0.1", "--use-dora"])
-def test_megatrons_checkpoints_take_adapters_of_any_form(form: str):
-    line = f"--ckpt-format torch_dist --train-backend megatron --lora-rank 4 {form}"
+EXPORT = "--save-hf out --rollout-precision fp8 --save-hf-precision rollout"
+
+
+@pytest.mark.parametrize(
+    "more", ["", "--no-lora-merge", "--lora-dropout 0.1", "--use-dora", "--push-to-hub me/it", EXPORT]
+)
+def test_megatrons_checkpoints_take_adapters_of_any_form_and_are_exported(more: str):
+    line = f"--ckpt-format torch_dist --train-backend megatron --lora-rank 4 {more}"
     assert list_problems(line, "plan") == []
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import torch
@@ -207,21 +209,27 @@ def load_side_model(config: Config, policy: BaseCheckpoint, folder: Path) -> Cau
 
 def build_hf_conversion(config: Config) -> Callable[[Path, Path], None] | None:
     """Writes the model of a checkpoint as --save-hf-precision says; None where that is the checkpoint's own."""
+    quantizes = config.schedule.save_hf_precision == "rollout"
     if config.train.ckpt_format == "torch_dist":
         from miles.backends.megatron.convert import export_hf
 
-        return export_hf
-    if config.schedule.save_hf_precision == "wide":
-        return None
+        return partial(_export_quantized, config, export_hf) if quantizes else export_hf
+    return partial(_quantize_checkpoint, config) if quantizes else None
+
+
+def _export_quantized(config: Config, export_hf: Callable[[Path, Path], None], checkpoint: Path, target: Path) -> None:
+    """Export the model of a checkpoint in another format as wide as it is, beside ``target``, and quantize that."""
+    with TemporaryDirectory(dir=target.parent, prefix=f"{target.name}-") as folder:
+        export_hf(checkpoint, Path(folder) / "wide")
+        _quantize_checkpoint(config, Path(folder) / "wide", target)
+
+
+def _quantize_checkpoint(config: Config, checkpoint: Path, target: Path) -> None:
     quantization = config.models.rollout_quantization(1)
     assert quantization is not None, "a rule requires a format"
-
-    def convert(checkpoint: Path, target: Path) -> None:
-        dtype = hf.choose_dtype(config_dtype(read_config(checkpoint)) or "bfloat16", {}, "cpu")
-        plan = plan_conversion(checkpoint, format=quantization.format, dtype=dtype, quantization=quantization)
-        convert_checkpoint(plan, target)
-
-    return convert
+    dtype = hf.choose_dtype(config_dtype(read_config(checkpoint)) or "bfloat16", {}, "cpu")
+    plan = plan_conversion(checkpoint, format=quantization.format, dtype=dtype, quantization=quantization)
+    convert_checkpoint(plan, target)
 
 
 # -- factories ------------------------------------------------------------------------------

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from miles.cluster.hub_client import CONFIG_FILES, WEIGHT_FILES, HubError, name_from_folder
@@ -17,10 +19,11 @@ from miles.core.hub_names import parse_hub_name, split_entry
 from miles.launch.config import Config
 from miles.launch.hub.resolve import describe_name, describe_names
 from miles.launch.rules.paths import find_newest_checkpoint
+from miles.models.checkpoint.torch_dist_folders import is_torch_dist
 from miles.observe.log_reader import read_rows
 
 README = "README.md"
-_OWN_STATE = ("optimizer*", "trainer.json", "cursor.json", "manifest.json", README)
+_OWN_STATE = ("optimizer*", "trainer.json", "cursor.json", "manifest.json", "conversion.json", README)
 _SECTIONS = ("models", "rollout", "tools", "multi_agent", "algo", "train", "lora", "schedule")
 _PACKAGES = ("miles-rl", "torch", "transformers")
 _CURVE_ROWS = 12
@@ -38,16 +41,17 @@ def push_to_hub(config: Config, run: Path, token: str) -> str:
     assert repo is not None, "--push-to-hub is set"
     if folder is None:
         raise HubError(f"{run} has no checkpoint to upload.")
-    operations = [CommitOperationAdd(file.name, file) for file in list_uploaded_files(folder)]
-    operations.append(CommitOperationAdd(README, build_model_readme(config, run).encode()))
     api, revision = HfApi(token=token), config.hub.hub_revision
     try:
-        api.create_repo(repo, private=config.hub.hub_private or None, exist_ok=True)
-        if revision is not None:
-            api.create_branch(repo, branch=revision, exist_ok=True)
-        done = api.create_commit(
-            repo, operations, commit_message=f"Upload {folder.name} of {run.name}", revision=revision
-        )
+        with _open_model(folder) as model:
+            operations = [CommitOperationAdd(file.name, file) for file in list_uploaded_files(model)]
+            operations.append(CommitOperationAdd(README, build_model_readme(config, run).encode()))
+            api.create_repo(repo, private=config.hub.hub_private or None, exist_ok=True)
+            if revision is not None:
+                api.create_branch(repo, branch=revision, exist_ok=True)
+            done = api.create_commit(
+                repo, operations, commit_message=f"Upload {folder.name} of {run.name}", revision=revision
+            )
     except Exception as error:
         reason = (describe_error(error).splitlines() or [""])[0]
         raise HubError(
@@ -55,6 +59,20 @@ def push_to_hub(config: Config, run: Path, token: str) -> str:
             "again."
         ) from error
     return done.commit_url
+
+
+@contextmanager
+def _open_model(checkpoint: Path) -> Iterator[Path]:
+    """The checkpoint as a Hugging Face folder: itself, or a copy that is removed, of one in Megatron's format."""
+    if not is_torch_dist(checkpoint):
+        yield checkpoint
+        return
+    # Imported when chosen: it names another backend.
+    from miles.backends.megatron.convert import export_hf
+
+    with TemporaryDirectory(dir=checkpoint.parents[1], prefix=".upload-") as folder:
+        export_hf(checkpoint, Path(folder) / checkpoint.name)
+        yield Path(folder) / checkpoint.name
 
 
 def list_uploaded_files(folder: Path) -> list[Path]:

@@ -165,18 +165,8 @@ def check_megatron(c: Config) -> Iterator[str]:
 
 
 def check_ckpt_format(c: Config) -> Iterator[str]:
-    """What --ckpt-format torch_dist can store, and who can write it."""
-    flag = "--ckpt-format torch_dist"
-    if c.train.ckpt_format != "torch_dist":
-        return
-    if c.train.train_backend != "megatron":
-        yield f"{flag} needs --train-backend megatron; add that, or use --ckpt-format hf."
-    for given, used in (
-        ("--push-to-hub", c.hub.push_to_hub is not None),
-        ("--save-hf-precision rollout", c.schedule.save_hf_precision == "rollout"),
-    ):
-        if used:
-            yield f"{flag} does not support {given}; use --ckpt-format hf, or remove {given}."
+    if c.train.ckpt_format == "torch_dist" and c.train.train_backend != "megatron":
+        yield "--ckpt-format torch_dist needs --train-backend megatron; add that, or use --ckpt-format hf."
 
 
 def check_torch_dist_adapters(c: Config) -> Iterator[str]:
