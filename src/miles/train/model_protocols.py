@@ -167,8 +167,10 @@ class TorchDistModel(ShardedParameters, Protocol):
         """
         ...
 
-    def read_torch_dist(self, folder: Path) -> dict[str, Tensor]:
-        """Read this rank's part of each weight to the host, and change nothing."""
+    def find_different_weight(self, folder: Path, gather_unit: Callable[[str], Tensor]) -> str | None:
+        """Return the first weight in ``folder`` that differs from the full tensors of ``gather_unit``, on every rank;
+        None if all are equal.
+        """
         ...
 
     def load_torch_dist(self, folder: Path, optimizer: OptimizerProtocol) -> None:

@@ -20,7 +20,6 @@ from miles.backends.fsdp.local_model import LocalModel
 from miles.core.token_fields import INDEXER_TOPK
 from miles.core.types import Sample
 from miles.kernels.numerics import FAST
-from miles.launch.main import main
 from miles.models.activation_hooks import ActivationTrace, capture_activations, common_keys
 from miles.models.checkpoint import hf
 from miles.models.checkpoint.safetensors_io import read_config
@@ -266,9 +265,3 @@ def test_operations_are_recorded_under_the_decoders_names(tmp_path: Path, kind: 
     assert {key for key in wanted if key[1] in ("output", "mlp", "residual", "attention")} <= found.keys()
     for key in common_keys(wanted, found):
         assert torch.allclose(found[key].double(), wanted[key].double(), atol=1e-5), key
-
-
-def test_there_is_no_torch_dist_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    folder = cases.written(tmp_path / "model", "qwen3_next")
-    assert main(["convert", str(folder), str(tmp_path / "dist"), "--format", "torch_dist"]) != 0
-    assert "Megatron has no module for the mixer of layer 0 of qwen3_next" in capsys.readouterr().err

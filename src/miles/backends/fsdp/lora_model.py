@@ -439,15 +439,9 @@ class UnmergedLoraModel(LoraModel):
         """Raise an error on all ranks if the weights of a Megatron checkpoint are not this base plus its adapters."""
         model = find_torch_dist_model(self)
         assert model is not None, "only a model of Megatron loads its checkpoints"
-        stored, names = model.read_torch_dist(folder), list(self._base_model.parameters())
-        differs = torch.zeros(len(names), device=self.device)
-        for number, name in enumerate(names):
-            merged = self._base_model.shard(name, self._gather_merged(name))
-            if name in stored:
-                differs[number] = not torch.equal(merged.cpu().to(stored[name].dtype), stored[name])
-        found = self._base_model.max_over_ranks(differs).nonzero().flatten().tolist()
-        if found:
-            raise self._build_base_error(folder, names[found[0]])
+        name = model.find_different_weight(folder, self._gather_merged)
+        if name is not None:
+            raise self._build_base_error(folder, name)
 
     @torch.no_grad()
     def _gather_merged(self, name: str) -> Tensor:

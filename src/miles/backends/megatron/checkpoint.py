@@ -35,6 +35,7 @@ from miles.backends.megatron.sharded_params import (
     build_empty_params,
     build_replicated,
     build_sharded_params,
+    find_difference,
     join_params,
 )
 from miles.core.errors import CheckpointError, UsageError
@@ -170,6 +171,11 @@ def read_params(model: MegatronModel, folder: Path) -> dict[str, Tensor]:
     stored = TorchDistReader(folder).shapes()
     found = _load_state(model, folder, {"model": build_empty_params(model, stored)})
     return join_params(model, found["model"])
+
+
+def find_different_weight(model: MegatronModel, folder: Path, gather_unit: Callable[[str], Tensor]) -> str | None:
+    """Return the first weight of a checkpoint that differs from the full tensors of ``gather_unit``; all ranks call."""
+    return find_difference(model, read_params(model, folder), gather_unit)
 
 
 def _load_state(model: MegatronModel, folder: Path, state: dict[str, Any]) -> dict[str, Any]:

@@ -190,9 +190,9 @@ class MegatronRewardModel(MegatronHeadModel):
         read_torch_dist_score(folder, self._backbone.spec.hidden_size)
         self._backbone.load_torch_dist(folder, optimizer)
 
-    def read_torch_dist(self, folder: Path) -> dict[str, Tensor]:
-        """Read this rank's part of each parameter from a distributed checkpoint, to the host."""
-        return self._backbone.read_torch_dist(folder)
+    def find_different_weight(self, folder: Path, gather_unit: Callable[[str], Tensor]) -> str | None:
+        """Return the first weight of the decoder in a checkpoint that differs from the full ones of ``gather_unit``."""
+        return self._backbone.find_different_weight(folder, gather_unit)
 
     def load(self, folder: Path) -> None:
         if is_torch_dist(folder):

@@ -494,9 +494,9 @@ class MegatronModel:
             )
         checkpoint.load(self, folder, optimizer)
 
-    def read_torch_dist(self, folder: Path) -> dict[str, Tensor]:
-        """Read this rank's part of each parameter from a distributed checkpoint, to the host."""
-        return checkpoint.read_params(self, folder)
+    def find_different_weight(self, folder: Path, gather_unit: Callable[[str], Tensor]) -> str | None:
+        """Return the first weight of a distributed checkpoint that differs from the full tensors of ``gather_unit``."""
+        return checkpoint.find_different_weight(self, folder, gather_unit)
 
     @torch.no_grad()
     def set_params(self, tensors: Mapping[str, Tensor]) -> None:

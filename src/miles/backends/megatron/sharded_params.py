@@ -35,27 +35,75 @@ class ShardRun:
     index: Tensor
 
 
-def find_runs(local: ParamMapping, stored: ParamMapping, group: MegatronGroup, size: int) -> list[ShardRun]:
-    """Return where the files have this rank's part of a parameter, which is ``size`` long along its sharded dimension.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamLayout:
+    """Where this rank's part of a parameter is: ``local`` in this model's modules, ``stored`` in the files.
 
-    ``local`` is the layout of this model's modules, ``stored`` that of the files. Padding and the zeros of other ranks
-    are nowhere.
+    ``group`` are the ranks that shard it, of which experts are further sharded over ``ep_group``; ``dtype`` is that of
+    the files.
     """
-    shard = local.tp_shard
-    if shard.first_rank_only and group.rank:
-        return []
-    if not shard.segments:
-        return [ShardRun(0, torch.arange(size))]
-    # Numbers from 1 on are sharded like the rows or columns themselves; where a rank is padded there are zeros.
-    numbers = torch.arange(1, local.shape[shard.dim] + 1)
-    own = replace(shard, dim=0).shard(local.to_megatron(numbers), group.rank, group.world)
-    place = torch.empty_like(numbers)
-    place[stored.to_megatron(numbers) - 1] = torch.arange(len(numbers))
-    index = own.nonzero().flatten()
-    starts, order = place[own[index] - 1].sort()
-    ends = ((starts.diff() != 1).nonzero().flatten() + 1).tolist()
-    found = zip(starts.tensor_split(ends), index[order].tensor_split(ends), strict=True)
-    return [ShardRun(int(first[0]), part) for first, part in found if len(part)]
+
+    local: ParamMapping
+    stored: ParamMapping
+    group: MegatronGroup
+    ep_group: MegatronGroup
+    dtype: torch.dtype
+
+    @property
+    def dim(self) -> int:
+        """The dimension along which tensor-parallel ranks shard it."""
+        return self.local.tp_shard.dim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        return tuple(self.shard(torch.empty(self.local.shape, device="meta")).shape)
+
+    def shard(self, full: Tensor) -> Tensor:
+        """Return this rank's part of the full parameter."""
+        if self.local.expert:
+            full = full.chunk(self.ep_group.world)[self.ep_group.rank]
+        return self.local.tp_shard.shard(self.local.to_megatron(full), self.group.rank, self.group.world)
+
+    def find_runs(self) -> list[ShardRun]:
+        """Return where the files have this rank's part; padding and the zeros of other ranks are nowhere."""
+        shard = self.local.tp_shard
+        if shard.first_rank_only and self.group.rank:
+            return []
+        if not shard.segments:
+            return [ShardRun(0, torch.arange(self.shape[shard.dim]))]
+        # Numbers from 1 on are sharded like the rows or columns themselves; where a rank is padded there are zeros.
+        numbers = torch.arange(1, self.local.shape[shard.dim] + 1)
+        own = replace(shard, dim=0).shard(self.local.to_megatron(numbers), self.group.rank, self.group.world)
+        place = torch.empty_like(numbers)
+        place[self.stored.to_megatron(numbers) - 1] = torch.arange(len(numbers))
+        index = own.nonzero().flatten()
+        starts, order = place[own[index] - 1].sort()
+        ends = ((starts.diff() != 1).nonzero().flatten() + 1).tolist()
+        found = zip(starts.tensor_split(ends), index[order].tensor_split(ends), strict=True)
+        return [ShardRun(int(first[0]), part) for first, part in found if len(part)]
+
+
+def list_layouts(model: MegatronModel) -> dict[str, ParamLayout]:
+    """Return the layout of every parameter of the decoder, also of those that another stage has."""
+    spec, config, state = replace(model.spec, quantization=None), model.tf_config, model.state
+    local = build_param_mappings(
+        spec,
+        transformer_engine=config.transformer_engine,
+        batch_invariant=config.numerics.batch_invariant,
+        adapted=config.adapted,
+    )
+    stored, dtypes = build_param_mappings(spec, transformer_engine=False), model.save_plan().dtypes()
+    return {
+        name: ParamLayout(
+            local=mapping,
+            stored=stored[name],
+            group=state.etp_group if mapping.expert else state.tp_group,
+            ep_group=state.ep_group,
+            dtype=dtypes[name],
+        )
+        for name, mapping in local.items()
+    }
 
 
 def build_sharded_params(model: MegatronModel, gather_unit: Callable[[str], Tensor] | None) -> dict[str, ShardedBase]:
@@ -64,20 +112,19 @@ def build_sharded_params(model: MegatronModel, gather_unit: Callable[[str], Tens
     They are its parameters, or the full tensors of ``gather_unit``, of which each rank copies its part to the host.
     """
     state: dict[str, ShardedBase] = {}
-    for name, parameter in model.parameters().items():
-        tensor = parameter.detach()
-        if gather_unit is not None:
-            tensor = model.shard(name, gather_unit(name)).to(tensor.dtype)
+    params = model.parameters()
+    for name, layout in list_layouts(model).items():
+        tensor = params[name].detach() if gather_unit is None else layout.shard(gather_unit(name))
         if not model.is_main_replica(name):
             continue
+        tensor = tensor.to(layout.dtype)
         tensor = tensor if gather_unit is None else tensor.to("cpu", copy=True)
-        dim = model.mappings[name].tp_shard.dim
-        for run, sharded in _list_sharded_tensors(model, name, tensor):
-            sharded.data = _select(tensor, dim, run.index).reshape(sharded.local_shape)
+        for run, sharded in _list_sharded_tensors(model, name, layout):
+            sharded.data = _select(tensor, layout.dim, run.index).reshape(sharded.local_shape)
             for key in list_keys(model.spec, name)[0]:
                 state[f"{key}/{name}/{run.start}"] = replace(sharded, key=key)
     if model.dp_group.is_lead:
-        for each in list_extra_states(model.spec):
+        for each in list_extra_states(replace(model.spec, quantization=None)):
             state[f"{each.key}/{each.index}"] = ShardedObject(each.key, None, (each.count,), (each.index,))
     return state
 
@@ -92,12 +139,12 @@ def build_replicated(model: MegatronModel, tensors: Mapping[str, Tensor]) -> dic
 def build_empty_params(model: MegatronModel, stored: Collection[str]) -> dict[str, ShardedTensor]:
     """Return what this rank reads of a checkpoint with the keys ``stored``: its part of each parameter, no storage."""
     state: dict[str, ShardedTensor] = {}
-    for name, parameter in model.parameters().items():
+    for name, layout in list_layouts(model).items():
         if not model.has_param(name):
             continue
         keys, _ = list_keys(model.spec, name)
         key = next((key for key in keys if key in stored), keys[0])
-        for run, sharded in _list_sharded_tensors(model, name, parameter):
+        for run, sharded in _list_sharded_tensors(model, name, layout):
             state[f"{name}/{run.start}"] = replace(sharded, key=key)
     return state
 
@@ -105,33 +152,51 @@ def build_empty_params(model: MegatronModel, stored: Collection[str]) -> dict[st
 def join_params(model: MegatronModel, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return this rank's part of each parameter, on the host, from the tensors that were read."""
     out: dict[str, Tensor] = {}
-    for name, parameter in model.parameters().items():
+    for name, layout in list_layouts(model).items():
         if not model.has_param(name):
             continue
-        shape, dim = parameter.shape, model.mappings[name].tp_shard.dim
-        out[name] = torch.zeros(shape, dtype=parameter.dtype)
-        for run in find_runs(*_layouts(model, name), shape[dim]):
+        shape, dim = layout.shape, layout.dim
+        out[name] = torch.zeros(shape, dtype=layout.dtype)
+        for run in layout.find_runs():
             part = found[f"{name}/{run.start}"].reshape(*shape[:dim], len(run.index), *shape[dim + 1 :])
             out[name].index_copy_(dim, run.index, part)
     return out
 
 
-def _list_sharded_tensors(model: MegatronModel, name: str, like: Tensor) -> Iterator[tuple[ShardRun, ShardedTensor]]:
-    """List the pieces of this rank's part of a parameter, whose shape and dtype are those of ``like``, without data."""
-    local, stored, group = _layouts(model, name)
+def find_difference(
+    model: MegatronModel, stored: Mapping[str, Tensor], gather_unit: Callable[[str], Tensor]
+) -> str | None:
+    """Return the first parameter that is ``stored`` with other values than the full tensors of ``gather_unit`` have.
+
+    All ranks call, each with its parts, and return the same.
+    """
+    layouts = list_layouts(model)
+    differs = torch.zeros(len(layouts), device=model.device)
+    for number, (name, layout) in enumerate(layouts.items()):
+        part = layout.shard(gather_unit(name))
+        if name in stored:
+            differs[number] = not torch.equal(part.to(layout.dtype).cpu(), stored[name])
+    found = model.max_over_ranks(differs).nonzero().flatten().tolist()
+    return list(layouts)[found[0]] if found else None
+
+
+def _list_sharded_tensors(
+    model: MegatronModel, name: str, layout: ParamLayout
+) -> Iterator[tuple[ShardRun, ShardedTensor]]:
+    """List the pieces of this rank's part of a parameter, without data."""
     keys, layer = list_keys(model.spec, name)
-    dim = local.tp_shard.dim
-    first_expert = model.state.ep_group.rank * len(like) if local.expert else 0
-    for run in find_runs(local, stored, group, like.shape[dim]):
-        sizes = [(size, full, 0) for size, full in zip(like.shape, stored.shape, strict=True)]
-        sizes[dim] = (len(run.index), stored.shape[dim], run.start)
-        if local.expert:
+    local, full = layout.shape, layout.stored.shape
+    for run in layout.find_runs():
+        sizes = [(size, whole, 0) for size, whole in zip(local, full, strict=True)]
+        sizes[layout.dim] = (len(run.index), full[layout.dim], run.start)
+        if layout.local.expert:
+            first_expert = layout.ep_group.rank * local[0]
             sizes[0] = (*sizes[0][:2], first_expert + sizes[0][2])
         if layer is not None:
             sizes.insert(0, (1, model.spec.num_layers, layer))
-        part, full, offsets = zip(*sizes, strict=True)
+        part, shape, offsets = zip(*sizes, strict=True)
         padded = name in VOCABULARY
-        yield run, ShardedTensor(keys[0], None, like.dtype, part, full, offsets, None, allow_shape_mismatch=padded)
+        yield run, ShardedTensor(keys[0], None, layout.dtype, part, shape, offsets, None, allow_shape_mismatch=padded)
 
 
 def _select(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
@@ -139,10 +204,3 @@ def _select(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
     if bool((index.diff() == 1).all()):
         return tensor.narrow(dim, int(index[0]), len(index)).contiguous()
     return tensor.index_select(dim, index.to(tensor.device))
-
-
-def _layouts(model: MegatronModel, name: str) -> tuple[ParamMapping, ParamMapping, MegatronGroup]:
-    """Return the layout of a parameter in this model and in the files, and the ranks that shard it."""
-    local, state = model.mappings[name], model.state
-    stored = build_param_mappings(model.spec, transformer_engine=False).get(name, local)
-    return local, stored, state.etp_group if local.expert else state.tp_group
