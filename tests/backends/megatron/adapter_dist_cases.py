@@ -30,6 +30,7 @@ def train_adapters_and_save(
     out: Path,
     hf: Path | None = None,
     background: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, torch.Tensor]:
     """Make a step, save it to ``out``, and to ``hf`` as a Hugging Face model, and make the others; returns all
     parameters, whole.
@@ -43,11 +44,18 @@ def train_adapters_and_save(
             checkpoint.save(hf, model, trainer._optimizer, trainer.version, model.base_model.dp_group)
         return finish(model, trainer, kind)
 
-    return with_trainer(folder, layout, lora, run, **train_options(kind, layout), async_save=background)
+    return with_trainer(folder, layout, lora, run, dtype=dtype, **train_options(kind, layout), async_save=background)
 
 
 def load_adapters_and_train(
-    rank: int, world: int, folder: Path, layout: ParallelDims, lora: LoraSpec, kind: str, out: Path
+    rank: int,
+    world: int,
+    folder: Path,
+    layout: ParallelDims,
+    lora: LoraSpec,
+    kind: str,
+    out: Path,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, torch.Tensor]:
     """Resume from ``out``, and make the other steps; returns all parameters, whole."""
 
@@ -56,7 +64,7 @@ def load_adapters_and_train(
         assert trainer.version.number == 1
         return finish(model, trainer, kind)
 
-    return with_trainer(folder, layout, lora, run, **train_options(kind, layout))
+    return with_trainer(folder, layout, lora, run, dtype=dtype, **train_options(kind, layout))
 
 
 def load_adapters_elsewhere(
@@ -94,14 +102,16 @@ def finish(model: Any, trainer: Any, kind: str) -> dict[str, torch.Tensor]:
     return {name: model.gather(name, p.detach()).clone() for name, p in model.parameters().items()}
 
 
-def with_trainer(folder: Path, layout: ParallelDims, lora: LoraSpec, run: Any, **more: Any) -> Any:
+def with_trainer(
+    folder: Path, layout: ParallelDims, lora: LoraSpec, run: Any, *, dtype: torch.dtype = torch.float32, **more: Any
+) -> Any:
     """Run something with a model and a trainer of adapters on this rank."""
     from tests.backends.megatron.shim import on_cpu
 
     with on_cpu():
         from miles.backends.megatron.parallel_state import destroy_parallel_state
 
-        base = load_frozen(folder, layout, (), lora)
+        base = load_frozen(folder, layout, (), lora, dtype)
         try:
             model = adapted(base, folder, lora)
             found = run(model, build_trainer(model, base.dp_group, **more))

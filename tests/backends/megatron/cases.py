@@ -202,12 +202,14 @@ def alone_adapted(
     return stepped(model, batch, SINGLE_RANK, algo, LoraReference(model) if referred else None)
 
 
-def load_frozen(folder: Path, layout: ParallelDims, flags: tuple[str, ...], lora: LoraSpec) -> Any:
+def load_frozen(
+    folder: Path, layout: ParallelDims, flags: tuple[str, ...], lora: LoraSpec, dtype: torch.dtype = torch.float32
+) -> Any:
     """The base of adapters on one of Megatron's ranks."""
     from miles.backends.megatron.model import load_megatron_model
 
     config = read_config(folder)
-    how: dict[str, Any] = {"dtype": torch.float32, "flags": flags, "frozen": True, "config": config, "lora": lora}
+    how: dict[str, Any] = {"dtype": dtype, "flags": flags, "frozen": True, "config": config, "lora": lora}
     return load_megatron_model(folder, spec_from_config(config), layout, **how)
 
 

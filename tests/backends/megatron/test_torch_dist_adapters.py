@@ -92,6 +92,30 @@ def test_adapters_of_any_module_and_form_resume_and_convert(tmp_path: Path, name
     assert exported.keys() == own.keys() and all(torch.equal(exported[name], own[name]) for name in own)
 
 
+IN_BFLOAT16 = {
+    "merged": ("deepseek_v3", {}, EXPERT),
+    "unmerged": ("qwen3_next", {"unmerged": True}, TENSOR),
+    "DoRA": ("kimi_linear", {"use_dora": True}, TENSOR),
+}
+
+
+@pytest.mark.parametrize("name", IN_BFLOAT16)
+def test_adapters_in_bfloat16_resume_and_convert_to_the_bit(tmp_path: Path, name: str):
+    kind, form, made = IN_BFLOAT16[name]
+    folder, where = write_kind(tmp_path / "model", kind), layout(made)
+    lora, dtype = cases.read_lora(folder, PARTS, **form), torch.bfloat16
+    out, saved = tmp_path / "checkpoint", tmp_path / "hf"
+    out.mkdir()
+    saved.mkdir()
+    how = (folder, where, lora, kind, out)
+    wanted = ranks(where.world, train_adapters_and_save, *how, saved, False, dtype)[0]
+    found = ranks(where.world, load_adapters_and_train, *how, dtype)[0]
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert main(["convert", str(out), str(tmp_path / "converted"), "--format", "bfloat16"]) == 0
+    own, converted = load_all(saved), load_all(tmp_path / "converted")
+    assert own.keys() == converted.keys() and all(torch.equal(own[name], converted[name]) for name in own)
+
+
 def write_kind(folder: Path, kind: str, seed: int = 0) -> Path:
     if kind in IMAGE_KINDS:
         write_model(folder, kind, seed)
