@@ -86,7 +86,8 @@ class ParamLayout:
 
 def list_layouts(model: MegatronModel) -> dict[str, ParamLayout]:
     """Return the layout of every parameter of the decoder, also of those that another stage has."""
-    spec, config, state = replace(model.spec, quantization=None), model.tf_config, model.state
+    spec = replace(model.spec, quantization=None)
+    config, state = model.tf_config, model.state
     local = build_param_mappings(
         spec,
         transformer_engine=config.transformer_engine,
