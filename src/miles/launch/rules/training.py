@@ -172,8 +172,8 @@ def check_ckpt_format(c: Config) -> Iterator[str]:
 def check_torch_dist_adapters(c: Config) -> Iterator[str]:
     if c.train.ckpt_format == "torch_dist" and packs_base(c):
         yield (
-            "--ckpt-format torch_dist does not support adapters over a packed base (--train-precision); use --ckpt-format "
-            "hf, or remove --train-precision."
+            "--ckpt-format torch_dist does not support adapters over a packed base (--train-precision); use "
+            "--ckpt-format hf, or remove --train-precision."
         )
 
 
