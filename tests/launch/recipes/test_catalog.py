@@ -136,7 +136,7 @@ def test_every_recipe_passes_the_rules_of_a_plan(recipe: Recipe, data: Path, tmp
 @pytest.mark.parametrize(
     ("smaller", "sentence"),
     [
-        ({"gpu_gb": 40}, "training takes 61 GB of a GPU, but 36 GB of 8xH100 are usable"),
+        ({"gpu_gb": 40}, "training takes 58 GB of a GPU, but 36 GB of 8xH100 are usable"),
         ({"gpus_per_node": 4}, "it uses 8 GPUs, but 8xH100 has 4"),
     ],
 )
