@@ -1,6 +1,7 @@
 """Wall seconds until a real model's reward reaches a bar, with Miles and with TRL's GRPOTrainer, on one GPU in one run.
 
-    PYTHONPATH=src:. python benchmarks/bench_time_to_reward.py MODEL [--bar 0.35] [--max-steps 120] [--sides miles trl]
+    PYTHONPATH=src:. python benchmarks/bench_time_to_reward.py MODEL [--bar 0.35] [--max-steps 120]
+        [--sides miles trl trl:static]
 
 Both start from the checkpoint MODEL (made for SmolLM2-135M-Instruct) and make the same kind of step: 64 prompts x 8
 responses of up to 64 tokens at temperature 1, one AdamW update in bf16, group-relative advantages, the same prompts in
@@ -8,7 +9,8 @@ the same order. A prompt is a sum or a difference of numbers up to 60, and the r
 response is the answer. No prompt comes twice, so a step's mean reward is that of prompts the policy was not trained on;
 the bar is on the mean of five steps. Time counts from the start of the process: imports, weights, kernels and graphs
 are in it. Miles runs ``miles train`` with its parity check, digests, rollout files and metrics; TRL generates with
-transformers, the whole batch at once, without gradient checkpointing, and writes nothing.
+transformers, the whole batch at once, without gradient checkpointing, and writes nothing; with ``trl:static`` into a
+static KV cache, for which transformers compiles the decode step.
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +35,7 @@ from typing import Any
 STARTED = time.monotonic()
 NUM_PROMPTS, NUM_SAMPLES, MAX_TOKENS = 64, 8, 64
 LEARNING_RATE, WARMUP_STEPS, WINDOW = 1e-5, 5, 5
+STEP_LINE = "STEP "
 Curve = list[tuple[float, float]]
 
 
@@ -56,8 +62,14 @@ def has_reached(curve: Curve, bar: float) -> bool:
     return len(curve) >= WINDOW and sum(reward for _, reward in curve[-WINDOW:]) / WINDOW >= bar
 
 
-def run_miles(model: Path, prompts: Path, steps: int, bar: float, work: Path) -> Curve:
-    """Seconds and reward of each step of ``miles train``; it is stopped at the bar."""
+def add_step(curve: Curve, reward: float) -> None:
+    """Note a step that has ended, also for the parent process."""
+    curve.append((time.monotonic() - STARTED, reward))
+    print(STEP_LINE, json.dumps(curve[-1]), flush=True)
+
+
+def run_miles(model: Path, prompts: Path, steps: int, bar: float, work: Path) -> None:
+    """Train with ``miles train`` until the bar."""
     from miles.core.events import Event, StepFinished
     from miles.launch.commands.train import run
     from miles.launch.read_config import read
@@ -70,7 +82,7 @@ def run_miles(model: Path, prompts: Path, steps: int, bar: float, work: Path) ->
     class Watch(NullView):
         def __call__(self, event: Event) -> None:
             if isinstance(event, StepFinished):
-                curve.append((time.monotonic() - STARTED, event.metrics["reward"]))
+                add_step(curve, event.metrics["reward"])
                 if has_reached(curve, bar):
                     raise Reached
 
@@ -94,11 +106,10 @@ def run_miles(model: Path, prompts: Path, steps: int, bar: float, work: Path) ->
     config, plan, origins = read("train", [str(word) for pair in flags.items() for word in pair])
     with suppress(Reached):
         run(config, plan, origins, view=Watch())
-    return curve
 
 
-def run_trl(model: Path, prompts: Path, steps: int, bar: float, work: Path) -> Curve:
-    """The same with TRL."""
+def run_trl(model: Path, prompts: Path, steps: int, bar: float, work: Path, cache: str | None = None) -> None:
+    """The same with TRL, which generates into a ``cache`` of that implementation."""
     import torch
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import AutoTokenizer, TrainerCallback
@@ -109,8 +120,9 @@ def run_trl(model: Path, prompts: Path, steps: int, bar: float, work: Path) -> C
 
     class Watch(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **values: Any) -> None:
-            curve.append((time.monotonic() - STARTED, rewards[-1]))
-            control.should_training_stop = has_reached(curve, bar)
+            add_step(curve, rewards[-1])
+            if has_reached(curve, bar):
+                control.should_training_stop = True
 
     def reward(completions: list[str], label: list[str], **values: Any) -> list[float]:
         found = [float(last_integer(text) == right) for text, right in zip(completions, label, strict=True)]
@@ -123,6 +135,7 @@ def run_trl(model: Path, prompts: Path, steps: int, bar: float, work: Path) -> C
         per_device_train_batch_size=NUM_PROMPTS * NUM_SAMPLES,
         num_generations=NUM_SAMPLES,
         max_completion_length=MAX_TOKENS,
+        cache_implementation=cache,
         temperature=1.0,
         beta=0.0,
         loss_type="grpo",
@@ -150,27 +163,37 @@ def run_trl(model: Path, prompts: Path, steps: int, bar: float, work: Path) -> C
         callbacks=[Watch()],
     )
     trainer.train()
-    return curve
+
+
+SIDES: Mapping[str, Callable[[Path, Path, int, float, Path], None]] = {
+    "miles": run_miles,
+    "trl": run_trl,
+    "trl:static": partial(run_trl, cache="static"),
+}
 
 
 def measure_side(side: str, args: argparse.Namespace, prompts: Path) -> Curve:
-    """The curve of one side, in a new process."""
-    with tempfile.TemporaryDirectory() as work:
+    """The curve of one side, in a new process, as far as it comes within the limit."""
+    with tempfile.TemporaryDirectory() as work, tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, __file__, str(args.model), "--side", side, "--prompts", str(prompts)]
         command += ["--bar", str(args.bar), "--max-steps", str(args.max_steps), "--work", str(Path(work, "run"))]
-        done = subprocess.run(
-            command,
-            env=os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-        )
-    if done.returncode:
-        raise SystemExit(f"the side {side} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return [(seconds, reward) for seconds, reward in json.loads(done.stdout.splitlines()[-1])]
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            timer = threading.Timer(args.limit_seconds, process.kill)
+            timer.start()
+            lines = list(process.stdout or ())
+            timer.cancel()
+        curve = [json.loads(line.removeprefix(STEP_LINE)) for line in lines if line.startswith(STEP_LINE)]
+        if process.returncode or not curve:
+            errors.seek(0)
+            print(f"{side} ended with {process.returncode}:\n{errors.read()[-3000:]}", flush=True)
+    return curve
 
 
 def report(side: str, curve: Curve, bar: float) -> float | None:
     """Print a side's row; return its seconds to the bar, if it got there."""
+    if len(curve) < 2:
+        return None
     steps = [after - before for (before, _), (after, _) in pairwise(curve)]
     typical = sorted(steps)[len(steps) // 2]
     rewards = [f"{reward:.3f}" for _, reward in curve[:: max(len(curve) // 8, 1)]]
@@ -181,7 +204,7 @@ def report(side: str, curve: Curve, bar: float) -> float | None:
         else f"not at {bar} after {len(curve)} steps"
     )
     print(
-        f"{side:6} first step at {curve[0][0]:.1f} s, {typical:.3f} s a step (median); {end}; {' '.join(rewards)}",
+        f"{side:10} first step at {curve[0][0]:.1f} s, {typical:.3f} s a step (median); {end}; {' '.join(rewards)}",
         flush=True,
     )
     return reached
@@ -192,22 +215,23 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--bar", type=float, default=0.35, help="mean reward of five steps at which a side stops")
     parser.add_argument("--max-steps", type=int, default=110)
-    parser.add_argument("--sides", nargs="+", choices=("miles", "trl"), default=("miles", "trl"))
-    parser.add_argument("--side", choices=("miles", "trl"), help=argparse.SUPPRESS)
+    parser.add_argument("--limit-seconds", type=float, default=600, help="at which a side is ended")
+    parser.add_argument("--sides", nargs="+", choices=tuple(SIDES), default=("miles", "trl"))
+    parser.add_argument("--side", choices=tuple(SIDES), help=argparse.SUPPRESS)
     parser.add_argument("--prompts", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side is not None:
-        run = run_miles if args.side == "miles" else run_trl
-        print(json.dumps(run(args.model, args.prompts, args.max_steps, args.bar, args.work)))
+        SIDES[args.side](args.model, args.prompts, args.max_steps, args.bar, args.work)
         return
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder, "prompts.jsonl")
         write_prompts(args.model, prompts)
         reached = {side: report(side, measure_side(side, args, prompts), args.bar) for side in args.sides}
-    ours, theirs = reached.get("miles"), reached.get("trl")
-    if ours and theirs:
-        print(f"TRL / Miles: {theirs / ours:.2f}")
+    ours = reached.pop("miles", None)
+    for side, theirs in reached.items():
+        if ours and theirs:
+            print(f"{side} / miles: {theirs / ours:.2f}")
 
 
 if __name__ == "__main__":
