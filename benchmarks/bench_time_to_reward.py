@@ -20,6 +20,7 @@ import json
 import os
 import random
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,7 +36,7 @@ from typing import Any
 STARTED = time.monotonic()
 NUM_PROMPTS, NUM_SAMPLES, MAX_TOKENS = 64, 8, 64
 LEARNING_RATE, WARMUP_STEPS, WINDOW = 1e-5, 5, 5
-STEP_LINE = "STEP "
+STEP_LINE, PART_LINE = "STEP ", "PART "
 Curve = list[tuple[float, float]]
 
 
@@ -106,6 +107,16 @@ def run_miles(model: Path, prompts: Path, steps: int, bar: float, work: Path) ->
     config, plan, origins = read("train", [str(word) for pair in flags.items() for word in pair])
     with suppress(Reached):
         run(config, plan, origins, view=Watch())
+    print_parts(work / "timings.jsonl")
+
+
+def print_parts(timings: Path) -> None:
+    """The parts of a step that take at least 10 ms, and the phases of the start, in seconds."""
+    steps = [row["seconds"] for row in map(json.loads, timings.read_text().splitlines()) if row["kind"] == "train"]
+    for name in sorted(steps[0].keys() | steps[-1].keys()):
+        seconds = statistics.median(step[name] for step in steps if name in step)
+        if seconds >= 0.01 and not name.startswith(("limit/", "perf/")):
+            print(PART_LINE, f"{name:44} {seconds:8.3f}", flush=True)
 
 
 def run_trl(model: Path, prompts: Path, steps: int, bar: float, work: Path, cache: str | None = None) -> None:
@@ -183,6 +194,7 @@ def measure_side(side: str, args: argparse.Namespace, prompts: Path) -> Curve:
             timer.start()
             lines = list(process.stdout or ())
             timer.cancel()
+        print("".join(line.removeprefix(PART_LINE) for line in lines if line.startswith(PART_LINE)), end="")
         curve = [json.loads(line.removeprefix(STEP_LINE)) for line in lines if line.startswith(STEP_LINE)]
         if process.returncode or not curve:
             errors.seek(0)
