@@ -148,6 +148,8 @@ def _plan(argv: list[str]) -> int:
     argv, gpu = _take_gpu(argv)
     if argv and split_argv(argv[:1])[0] and not argv[0].endswith(SUFFIXES):
         return _plan_model(argv[0], argv[1:], json=json)
+    if gpu is not None and not any(word.partition("=")[0] == "--device" for word in argv):
+        argv = [*argv, "--device", "cuda"]
     config, plan, origins = read("plan", argv)
     from miles.launch.plan.render import as_json, as_text
 
@@ -405,8 +407,8 @@ COMMANDS: dict[str, _Command] = {
         root=Config,
         details=_MODEL
         + _RECIPE
-        + " --all prints every option with its value and origin, --json the same for programs. --gpu NAME computes the "
-        "time limit for that GPU, such as H200, instead of this machine's device.",
+        + " --all prints every option with its value and origin, --json the same for programs. --gpu NAME plans for "
+        "that GPU, such as H200, instead of this machine's device: dtype, whether its memory is enough, time limit.",
     ),
     "check": _Command(
         usage="[RECIPE] [--flags]",

@@ -32,10 +32,14 @@ def qwen3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(capsys: pytest.CaptureFixture[str], line: str = "", gpu: str = "H200") -> dict:
+    return plan_all(capsys, line, gpu)["time_limit"]
+
+
+def plan_all(capsys: pytest.CaptureFixture[str], line: str = "", gpu: str = "H200") -> dict:
     words = f"--device cuda --dtype bfloat16 --rollout-max-prompt-len {PROMPT} --rollout-max-response-len {RESPONSE}"
     argv = ["plan", "good.toml", *words.split(), *line.split(), "--json", *(["--gpu", gpu] if gpu else [])]
     assert main(argv) == 0
-    return json.loads(capsys.readouterr().out)["time_limit"]
+    return json.loads(capsys.readouterr().out)
 
 
 def seconds(found: dict) -> dict[str, float]:
@@ -62,7 +66,28 @@ def test_each_part_is_its_closed_form(capsys: pytest.CaptureFixture[str]):
     }
     assert seconds(found) == pytest.approx(expected, rel=1e-6)
     assert found["seconds"] == pytest.approx(sum(expected.values()))
-    assert found["device"]["peak"] == {"flops": FLOPS, "bandwidth": BANDWIDTH, "link": LINK}
+    assert found["device"]["peak"] == {"flops": FLOPS, "bandwidth": BANDWIDTH, "link": LINK, "memory_gb": 141}
+
+
+def test_a_named_gpu_is_planned_with_its_dtype_and_memory(capsys: pytest.CaptureFixture[str]):
+    words = ["plan", "good.toml", "--gpu", "H200", "--rollout-max-context-len", "4096"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["plan"]["device"], found["machine_problems"]) == ("cuda", [])
+    sizes = {share["name"]: share["bytes"] for share in found["memory"]}
+    # All but the KV cache, which sleeps while the trainer works; CUDA graphs stay.
+    assert found["fit"]["training"] == sum(sizes.values()) - sizes["kv cache"]
+    assert found["fit"]["usable"] == round(0.9 * 141e9) and found["fit"]["problems"] == []
+    small = plan_all(capsys, "--max-tokens-per-gpu 16384 --rollout-max-context-len 16384", gpu="RTX 3090")["fit"]
+    assert small["problems"][0].endswith("but 22 GB of RTX 3090 are usable"), small
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert ": it fits" in said and "planned for H200" in said and "cannot run it" not in said
+
+
+def test_without_a_gpu_nothing_is_said_of_its_memory(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "good.toml", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fit"] is None
 
 
 def test_options_change_the_parts_they_are_about(capsys: pytest.CaptureFixture[str]):

@@ -1,6 +1,7 @@
 """Output of ``miles plan``: as text and as JSON."""
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -16,7 +17,7 @@ from miles.launch.plan.memory import MemoryShare, estimate_memory, format_bytes
 from miles.launch.plan.objective_text import format_objective
 from miles.launch.plan.plan import Plan, count_samples_per_prompt
 from miles.launch.plan.prefix_sharing import choose_prefix_sharing, format_prefix_sharing
-from miles.launch.plan.step_limit import estimate_step_limit, find_device_limit, format_step_limit
+from miles.launch.plan.step_limit import DeviceLimit, estimate_step_limit, find_device_limit, format_step_limit
 from miles.launch.plan.topology import (
     build_resource_request,
     count_engines,
@@ -28,6 +29,8 @@ from miles.launch.plan.topology import (
 )
 from miles.launch.policies.config import get_main_config
 from miles.launch.policies.plan import describe_policies, format_policies
+from miles.launch.recipes.catalog import Hardware
+from miles.launch.recipes.fit import CACHES, RecipePlan, estimate_fit, format_gb
 from miles.launch.rules.check import list_machine_problems
 from miles.launch.rules.paths import read_spec_or_none
 from miles.launch.upstream.verify import FlagOutcome, format_flag_outcomes, list_flag_outcomes
@@ -38,12 +41,15 @@ from miles.models.spec import DecoderSpec
 def as_text(config: Config, plan: Plan, origins: Origins, *, every: bool = False, gpu: str | None = None) -> str:
     """The options that were set, or ``every`` one, with their origins, and what follows from them.
 
-    ``gpu`` is the product to compute the time limit for, if not the device of this machine.
+    ``gpu`` is the product to plan for, if not the device of this machine.
     """
     main = get_main_config(config)
     spec = read_spec_or_none(main.models.hf_checkpoint, main.models.model_impl)
     assert spec is not None, "the config has passed the rules"
-    limit = estimate_step_limit(config, plan, spec, find_device_limit(main, plan, gpu))
+    device = find_device_limit(main, plan, gpu)
+    limit = estimate_step_limit(config, plan, spec, device)
+    problems = [] if gpu is not None else list_machine_problems(main)
+    fit = _format_fit(config, device) if plan.device != "cpu" else []
     policies, config = format_policies(config), describe_names(config)
     parts = [
         *(_format_options(config, origins) if every else _format_set_options(config, origins)),
@@ -51,16 +57,16 @@ def as_text(config: Config, plan: Plan, origins: Origins, *, every: bool = False
         *_format_section(
             "batch", [format_batch_sizes(config, plan), *_format_steps(plan), *_format_data_parallel(plan)]
         ),
-        *_format_section("memory", _format_memory(main, plan, spec)),
+        *_format_section("memory", [*_format_memory(main, plan, spec), *fit]),
         *_format_section(
             "time limit of a step",
             format_step_limit(limit),
         ),
-        *_format_section("placement", _format_placement(main, plan, spec)),
+        *_format_section("placement", _format_placement(main, plan, spec, gpu)),
         *_format_section("objective", [format_objective(main, plan)]),
         *(_format_section("downloads", _format_downloads(plan)) if plan.downloads else ()),
         *_format_flag_outcomes(list_flag_outcomes(main), every=every),
-        *(_format_section("this machine cannot run it", problems) if (problems := list_machine_problems(main)) else ()),
+        *(_format_section("this machine cannot run it", problems) if problems else ()),
     ]
     if not every:
         unset = sum(origin == DEFAULT for origin in origins.values())
@@ -79,6 +85,7 @@ def as_json(config: Config, plan: Plan, origins: Origins, *, gpu: str | None = N
         for name, value in flatten_values(describe_names(config)).items()
     }
     prefixes = choose_prefix_sharing(main, plan, spec)
+    device = find_device_limit(main, plan, gpu)
     output: dict[str, Any] = {
         "options": options,
         "plan": asdict(plan) | {"optimizer_steps": plan.optimizer_steps},
@@ -86,9 +93,10 @@ def as_json(config: Config, plan: Plan, origins: Origins, *, gpu: str | None = N
         "objective": format_objective(main, plan),
         "model": asdict(spec) | {"parameters": parameter_count(spec), "active": active_parameter_count(spec)},
         "memory": [asdict(share) for share in estimate_memory(main, plan, spec)],
-        "time_limit": estimate_step_limit(config, plan, spec, find_device_limit(main, plan, gpu)).as_json(),
+        "fit": _describe_fit(config, device) if plan.device != "cpu" else None,
+        "time_limit": estimate_step_limit(config, plan, spec, device).as_json(),
         "prefix_sharing": {"mode": prefixes.mode, "reason": prefixes.reason},
-        "machine_problems": list_machine_problems(main),
+        "machine_problems": [] if gpu is not None else list_machine_problems(main),
         "upstream_flags": [asdict(each) for each in list_flag_outcomes(main)],
     }
     return json.dumps(output, indent=2, ensure_ascii=False, default=str)
@@ -189,12 +197,49 @@ def _format_memory(config: Config, plan: Plan, spec: DecoderSpec) -> list[str]:
     shares = estimate_memory(config, plan, spec)
     total = sum(share.bytes for share in shares)
     lines = [_format_share(share) for share in shares]
+    if plan.device != "cpu":
+        caches = sum(share.bytes for share in shares if share.name in CACHES)
+        together = MemoryShare(name="together", bytes=total - caches, note="without the KV cache, at once")
+        return [*lines, _format_share(together)]
     lines.append(_format_share(MemoryShare(name="together", bytes=total, note="if all of it were held at once")))
-    free = get_free_memory() if plan.device == "cpu" else None
+    free = get_free_memory()
     if free is not None:
         verdict = "which fits in" if total < free else "which does NOT fit in"
         lines.append(f"{verdict} the {format_bytes(free)} of free memory here")
     return lines
+
+
+def _estimate_device_fit(config: Config, device: DeviceLimit) -> tuple[RecipePlan, list[str]] | None:
+    """The memory of one GPU by phase, and what does not fit; None where its size is not known."""
+    if device.peak is None or device.peak.memory_gb is None:
+        return None
+    cluster = get_main_config(config).cluster
+    nodes, gpus = cluster.actor_num_nodes, cluster.actor_num_gpus_per_node
+    hardware = Hardware(
+        name=device.name, nodes=nodes, gpus_per_node=gpus, gpu_gb=device.peak.memory_gb, host_gb=sys.maxsize
+    )
+    fit = estimate_fit(config, hardware)
+    return fit, fit.list_memory_problems(hardware)
+
+
+def _format_fit(config: Config, device: DeviceLimit) -> list[str]:
+    """What a GPU holds while training and while sampling, and whether that fits."""
+    if (found := _estimate_device_fit(config, device)) is None:
+        return []
+    fit, problems = found
+    phases = [f"training {format_gb(fit.training)}"]
+    if fit.plan.samples:
+        phases.append(f"sampling {format_gb(fit.sampling)} beside a KV cache of {fit.requests} full sequences")
+    lines = [f"{device.name}: {', '.join(phases)}; {format_gb(fit.usable)} are usable"]
+    return [*lines, *(f"does NOT fit: {problem}" for problem in problems)] if problems else [f"{lines[0]}: it fits"]
+
+
+def _describe_fit(config: Config, device: DeviceLimit) -> dict[str, Any] | None:
+    if (found := _estimate_device_fit(config, device)) is None:
+        return None
+    fit, problems = found
+    sizes = {name: getattr(fit, name) for name in ("training", "sampling", "usable", "requests")}
+    return {"device": device.name, **sizes, "problems": problems}
 
 
 def _format_share(share: MemoryShare) -> str:
@@ -278,8 +323,10 @@ def _format_precision(config: Config, plan: Plan) -> list[str]:
     return lines
 
 
-def _describe_absent_device(plan: Plan) -> str:
+def _describe_absent_device(plan: Plan, gpu: str | None) -> str:
     """That the device asked for is not on this machine."""
+    if gpu is not None:
+        return f", planned for {gpu}"
     found = choose_device("auto")
     return f", but not available here ({found.why})" if plan.device != "cpu" and found.name == "cpu" else ""
 
@@ -292,7 +339,7 @@ def _format_speculation(config: Config, plan: Plan) -> list[str]:
     return [f"drafts     {choice.algorithm}: {choice.reason}"]
 
 
-def _format_placement(config: Config, plan: Plan, spec: DecoderSpec) -> list[str]:
+def _format_placement(config: Config, plan: Plan, spec: DecoderSpec, gpu: str | None) -> list[str]:
     size, active = parameter_count(spec), active_parameter_count(spec)
     experts = "" if active == size else f", {active / 1e6:,.2f}M active per token"
     impl = (
@@ -320,7 +367,7 @@ def _format_placement(config: Config, plan: Plan, spec: DecoderSpec) -> list[str
     return [
         f"model      {spec.family}, {size / 1e6:,.2f}M parameters{experts}, {plan.dtype}{impl}",
         *_format_precision(config, plan),
-        f"device     {plan.device}{threads}: {plan.device_why}{_describe_absent_device(plan)}",
+        f"device     {plan.device}{threads}: {plan.device_why}{_describe_absent_device(plan, gpu)}",
         f"rollout    {rollout}",
         *_format_speculation(config, plan),
         f"train      {train}",

@@ -31,7 +31,7 @@ MIN_REQUESTS = 8
 """Requests of full length for which an engine must have a KV cache; with fewer, sampling is slower than it need be."""
 
 _ENGINE_SHARES = ("engine", "kv cache", "states", "images", "engine draft", "draft kv cache")
-_CACHES = ("kv cache", "draft kv cache", "states")
+CACHES = ("kv cache", "draft kv cache", "states")
 # What exists only within a step of the trainer.
 _STEP_SHARES = ("activations", "gathered", "vision tower", "draft activations")
 _OPTIMIZER_SHARES = ("optimizer", "critic adam", "draft adam")
@@ -57,7 +57,11 @@ class RecipePlan:
 
     def list_problems(self, hardware: Hardware) -> list[str]:
         """Why it does not fit; nothing where it does."""
-        return list(_find_problems(self, hardware))
+        return [*_find_layout_problems(self, hardware), *_find_memory_problems(self, hardware)]
+
+    def list_memory_problems(self, hardware: Hardware) -> list[str]:
+        """Why it does not fit in the memory of these GPUs and hosts, however many there are."""
+        return list(_find_memory_problems(self, hardware))
 
 
 def plan_recipe(recipe: Recipe) -> RecipePlan:
@@ -88,7 +92,7 @@ def _estimate_policy(config: Config, hardware: Hardware) -> RecipePlan:
     shares = estimate_memory(config, plan, spec)
     usable = round(hardware.gpu_gb * 1e9 * USABLE)
     trainer = _add(shares, lambda name: name not in _ENGINE_SHARES)
-    engine = _add(shares, lambda name: name in _ENGINE_SHARES and name not in _CACHES)
+    engine = _add(shares, lambda name: name in _ENGINE_SHARES and name not in CACHES)
     shared = shares_devices(config) or not is_remote(config)
     resident = _add(shares, lambda name: name not in (*_ENGINE_SHARES, *_STEP_SHARES))
     optimizer = _add(shares, lambda name: name in _OPTIMIZER_SHARES)
@@ -98,7 +102,7 @@ def _estimate_policy(config: Config, hardware: Hardware) -> RecipePlan:
     requests = _count_requests(config, plan, spec, usable - sampling) if plan.samples else 0
     kv_cache = 0
     if shared and (plan.lease != "colocated" or config.schedule.offload_rollout is False):
-        kv_cache = _add(shares, lambda name: name in _CACHES)  # the engine keeps it while the trainer works
+        kv_cache = _add(shares, lambda name: name in CACHES)  # the engine keeps it while the trainer works
     own_gpus = 0 if shared or not plan.samples else count_engines(config) * config.cluster.rollout_num_gpus_per_engine
     return RecipePlan(
         parameters=parameter_count(spec),
@@ -149,14 +153,19 @@ def _estimate_host(
     return offloaded * min(config.cluster.actor_num_gpus_per_node, max(1, hardware.gpus_per_node))
 
 
-def _find_problems(fit: RecipePlan, hardware: Hardware) -> Iterator[str]:
-    """Why a plan does not fit its hardware."""
+def _find_layout_problems(fit: RecipePlan, hardware: Hardware) -> Iterator[str]:
+    """Why a plan is not for so many GPUs and nodes."""
     name = hardware.name
     if fit.num_gpus > hardware.num_gpus:
         yield f"it uses {fit.num_gpus} GPUs, but {name} has {hardware.num_gpus}"
     nodes = fit.config.cluster.actor_num_nodes
     if nodes > hardware.nodes or fit.config.cluster.actor_num_gpus_per_node > hardware.gpus_per_node:
         yield f"its trainer wants {nodes} nodes of {fit.config.cluster.actor_num_gpus_per_node} GPUs, unlike {name}"
+
+
+def _find_memory_problems(fit: RecipePlan, hardware: Hardware) -> Iterator[str]:
+    """Why a plan does not fit in the memory of its hardware."""
+    name = hardware.name
     for phase, size in (("training", fit.training), ("sampling", fit.sampling)):
         if size > fit.usable:
             yield f"{phase} takes {size / 1e9:.0f} GB of a GPU, but {fit.usable / 1e9:.0f} GB of {name} are usable"
