@@ -195,8 +195,8 @@ def format_flags() -> str:
 def format_platforms() -> str:
     """The page of platforms with the table of peaks as `miles.cluster.platform` has it."""
     before, rest = (DOCS / "platforms.md").read_text(encoding="utf-8").split(PEAKS_BEGIN)
-    rows = [f"| {name} | {flops:,} | {bandwidth:,} |" for name, flops, bandwidth, _ in PEAKS]
-    table = ["| product | TFLOP/s | GB/s |", "|---|--:|--:|", *rows]
+    rows = [f"| {name} | {flops:,} | {bandwidth:,} | {memory} |" for name, flops, bandwidth, _, memory in PEAKS]
+    table = ["| product | TFLOP/s | GB/s | GB of memory |", "|---|--:|--:|--:|", *rows]
     return before + PEAKS_BEGIN + "\n" + "\n".join(table) + "\n\n" + PEAKS_END + rest.split(PEAKS_END)[1]
 
 
