@@ -279,7 +279,7 @@ def _parallel(layout: ParallelDims, device: torch.device, *, interleaved: bool) 
         # Packed micro-batches vary in length, which only this dispatcher supports.
         "variable_seq_lengths": layout.pipeline > 1,
         "moe_token_dispatcher_type": "alltoall",
-        "deallocate_pipeline_outputs": device.type != "cpu",
+        "deallocate_pipeline_outputs": True,
     }
     if device.type == "cpu" and interleaved:
         # Over gloo the batched sends of interleaved stages are reordered and give wrong results.

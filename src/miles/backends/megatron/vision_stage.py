@@ -65,9 +65,10 @@ def add_deepstack(x_t1D: Tensor, packed: PackedParams, layer: int) -> Tensor:
         return x_t1D + packed.sent_deepstack_sD[layer].unsqueeze(1)
     if packed.vision is None or layer >= len(packed.deepstack):
         return x_t1D
-    token_I, x_tD = packed.vision.token_I, x_t1D.squeeze(1)
-    rows_ID = packed.deepstack[layer].to(x_tD.dtype)
-    return x_tD.index_copy(0, token_I, x_tD.index_select(0, token_I) + rows_ID).unsqueeze(1)
+    token_I = packed.vision.token_I
+    rows_I1D = packed.deepstack[layer].to(x_t1D.dtype).unsqueeze(1)
+    # No view: the output of a stage is freed when it has been sent.
+    return x_t1D.index_copy(0, token_I, x_t1D.index_select(0, token_I) + rows_I1D)
 
 
 def spread_deepstack(packed: PackedParams, layer: int, like_s1D: Tensor) -> Tensor:
