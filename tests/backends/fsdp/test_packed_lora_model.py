@@ -23,7 +23,9 @@ from miles.precision.quantized_tensor import QuantizedTensor
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
 
-def packed_actor(folder, config=DENSE, *, name="int4_g32", dtype=torch.float32, seed=0, rank=2, wanted=None, **more):
+def packed_actor(
+    folder, config=DENSE, *, name="int4_g32", dtype=torch.float32, seed=0, rank=2, wanted=None, device="cpu", **more
+):
     """Adapters beside a packed model, whose random weights come of ``seed``."""
     config = config | SIZES | ({"moe_intermediate_size": 32} if config is MOE else {})
     spec = spec_from_config(config)
@@ -32,7 +34,7 @@ def packed_actor(folder, config=DENSE, *, name="int4_g32", dtype=torch.float32, 
         hf.export(hf.init_random(spec, seed=seed, device="cpu", dtype=dtype), base, config=config)
     lora = LoraSpec(rank=rank, alpha=4.0, targets=select_targets(spec, wanted, None))
     spec = replace(spec, quantization=QuantizationSpec(format=FORMATS[name], packed=True))
-    decoder = hf.load_model(base, spec, device="cpu", dtype=dtype)
+    decoder = hf.load_model(base, spec, device=device, dtype=dtype)
     return UnmergedLoraModel(LocalModel(decoder, config=config, frozen=True, **more), lora, base=base, seed=1)
 
 
@@ -134,3 +136,14 @@ def test_a_checkpoint_over_another_base_is_refused(tmp_path):
         asyncio.run(worker(packed_actor(tmp_path, name="fp8")).load(tmp_path / "kept"))
     with pytest.raises(CheckpointError, match="holds other adapters"):
         asyncio.run(worker(packed_actor(tmp_path, rank=3)).load(tmp_path / "kept"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator here")
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
+def test_a_model_on_the_host_has_the_merged_weights_of_the_accelerator(tmp_path, config):
+    """A run that is stopped while the engine has the device is saved so, and compares the weights when it goes on."""
+    actor = packed_actor(tmp_path, config, device="cuda")
+    step(worker(actor), ragged())
+    before = {unit.name: actor.save_plan().gather_unit(unit.name) for unit in actor.save_plan().units}
+    actor.move(torch.device("cpu"))
+    assert all(torch.equal(actor.save_plan().gather_unit(name), tensor) for name, tensor in before.items())

@@ -82,6 +82,7 @@ class LoraModel:
         self._lora = lora
         self._folder = base
         self._start = start
+        self._merges_on = base_model.device
         self._adapters = LoraAdapters(lora, device=base_model.device, seed=seed)
         self._base = self._attach()
         if lora.use_dora and start is None:
@@ -445,11 +446,17 @@ class UnmergedLoraModel(LoraModel):
 
     @torch.no_grad()
     def _gather_merged(self, name: str) -> Tensor:
-        """Return a full weight, dequantized, with its adapters merged into it; rounded once by the caller."""
+        """Return a full weight, dequantized, with its adapters merged into it; rounded once by the caller.
+
+        It is computed on the device of training, also while the model is on the host: a resumed run compares its bits.
+        """
         params, quantized = self._base_model.parameters(), plan_quantization(self._base_model.spec).get(name)
         adapted = name in self._adapters.targets_by_param
         suffixes = ("",) if quantized is None else quantized.suffixes
-        parts = {f"{name}{s}": self._base_model.gather(f"{name}{s}", params[f"{name}{s}"].detach()) for s in suffixes}
+        parts = {
+            f"{name}{s}": self._base_model.gather(f"{name}{s}", params[f"{name}{s}"].detach()).to(self._merges_on)
+            for s in suffixes
+        }
         base = parts[name]
         if quantized is not None:
             block = row_block(quantized.format, base.shape[-2], quantized.segments, quantized.tensor_parallel_size)

@@ -78,9 +78,11 @@ def merge(
     """Write base plus scaled product into ``out``; where the product is zero, the base's exact bits.
 
     Rows are computed independently: any subset gives the same bits as all rows. With magnitudes (DoRA) each row is
-    scaled to its own, and ``norm_O`` receives the lengths that rows have without, unless it has them already.
+    scaled to its own, and ``norm_O`` receives the lengths that rows have without, unless it has them already. Factors
+    may be on another device than the base, where the result is computed.
     """
     step = max(1, _CHUNK_VALUES // a_rI.shape[1])
+    a_rI, b_Or = a_rI.to(base_OI.device), b_Or.to(base_OI.device)
     factor_Ir = a_rI.T.contiguous()
     for start in range(0, len(base_OI), step):
         rows = slice(start, start + step)
