@@ -1,8 +1,10 @@
 """Activation memory of a training step: what autograd saves of a micro-batch until backward, from the spec. No torch.
 
 Counted are the saved tensors, module by module, in values per token. The peak is either at the end of the forward
-pass, when the logits of some tokens exist, or in the backward pass of the last layer, whose temporary memory is about
-one more layer (and one if it is recomputed), or what quantizing a weight takes where that is more.
+pass, when the logits of some tokens exist, or in the backward pass of a layer, which frees what the layer saved as it
+goes, and holds gradients meanwhile: of an MLP those of the activation's input and output, of experts those of a token's
+rows. Where these are not derived they are taken for one more of that part, and if a weight is quantized for what that
+takes, where it is more.
 On an accelerator norms, gates and attention are fused kernels and save less (``fused``), and in half precision so is
 what lies between a projection and attention.
 
@@ -102,10 +104,8 @@ class _SavedBytes:
         if spec.kv_source is not None:  # the source's keys and values are saved there
             saved = 3 * queries if spec.qk_norm == "head" and not self.frozen else 2 * queries
             return self.numbers(saved) + self._attention_output(spec.num_heads, queries)
-        own_values = spec.value_norm or spec.value_from_key
-        is_plain = not (spec.gated or own_values) and spec.temperature is None and spec.indexer is None
         gate = self.numbers(queries + spec.num_heads) if spec.head_gate else 0.0
-        if self.triton_training and is_plain and spec.qk_norm in ("none", "head"):
+        if self.fuses_attention(spec):
             # Queries, keys and values as attention takes them, and the projection output if QK-norm needs it.
             made = 2 if spec.qk_norm == "head" else 1
             return self.numbers(made * (queries + 2 * keys)) + self._attention_output(spec.num_heads, queries) + gate
@@ -121,6 +121,12 @@ class _SavedBytes:
         if spec.value_norm:
             total += self.numbers(0 if spec.value_from_key else keys)
         return total + self._attention_output(spec.num_heads, queries) + gate
+
+    def fuses_attention(self, spec: AttentionSpec) -> bool:
+        """Whether one kernel computes what is between the projection and attention."""
+        is_plain = not (spec.gated or spec.value_norm or spec.value_from_key) and spec.temperature is None
+        is_plain &= spec.indexer is None and spec.kv_source is None
+        return self.triton_training and is_plain and spec.qk_norm in ("none", "head")
 
     def _attention_output(self, heads: int, width: int) -> float:
         return self.numbers(width) + 4.0 * heads
@@ -142,6 +148,9 @@ class _SavedBytes:
         if spec.query_rank is not None:
             total += self.norm(spec.query_rank)
         expanded = spec.num_heads * (spec.nope_dim + spec.value_dim)
+        if self.triton_training and spec.indexer is None and spec.head_dim == spec.value_dim:
+            # Values are a view of what keys are made of, and the output is one tensor.
+            return total + self.numbers(2 * queries + expanded) + self._attention_output(spec.num_heads, values)
         total += self.numbers(2 * queries + expanded + values)
         return total + self._attention_output(spec.num_heads, values)
 
@@ -244,6 +253,8 @@ class _SavedBytes:
         inner = spec.latent or width
         rows = self.numbers(2 * inner + self._inner(spec))
         total = spec.experts_per_token * (rows + 8 * 5) + 4.0 * spec.num_experts
+        if self.size < 4 and not self.frozen and (spec.score != "softmax" or spec.wide_router):
+            total += 4.0 * width  # its input in float32, in which the router computes
         if spec.shared is not None:
             total += self.mlp(spec.shared) + (self.numbers(width) if spec.shared_gate else 0)
         if spec.weighed_shared:  # what each computes, once more when weighed, and the weights
@@ -296,6 +307,23 @@ class _SavedBytes:
             case ShortConvSpec():
                 return self.short_conv(mixer)
 
+    def mixer_part(self, layer: LayerSpec, width: int) -> float:
+        """A layer's mixer with its norms."""
+        if layer.mixer is None:
+            return 0.0
+        total = self.norm(width) if layer.has_norms else 0.0
+        return total + self.mixer(layer.mixer) + (self.post_norm(width) if layer.post_norms else 0.0)
+
+    def ffn_part(self, layer: LayerSpec, width: int) -> float:
+        """A layer's MLP or experts with their norms."""
+        if layer.ffn is None:
+            return 0.0
+        total = self.norm(width) if layer.has_norms else 0.0
+        total += self.post_norm(width) if layer.post_norms else 0.0
+        total += self.mlp(layer.ffn) if isinstance(layer.ffn, MlpSpec) else self.moe(layer.ffn, width)
+        is_scaled = isinstance(layer.ffn, MlpSpec) and layer.ffn.learned_scale
+        return total + (self.numbers(width) if is_scaled else 0.0)
+
     def layer(self, layer: LayerSpec, width: int) -> float:
         total = self.per_layer_input(layer.per_layer_size, width) if layer.per_layer_size else 0.0
         if isinstance(layer.hyper, GatedResidualSpec):
@@ -305,19 +333,68 @@ class _SavedBytes:
             total += 2 * self.hyper_connection(layer.hyper, width)
         if layer.altup is not None:
             total += self.altup(layer.altup.streams, layer.laurel_rank, width)
-        if layer.mixer is not None:
-            total += self.norm(width) if layer.has_norms else 0.0
-            total += self.mixer(layer.mixer) + (self.post_norm(width) if layer.post_norms else 0.0)
-        if layer.ffn is not None:
-            total += self.norm(width) if layer.has_norms else 0.0
-            total += self.post_norm(width) if layer.post_norms else 0.0
-            total += self.mlp(layer.ffn) if isinstance(layer.ffn, MlpSpec) else self.moe(layer.ffn, width)
-            is_scaled = isinstance(layer.ffn, MlpSpec) and layer.ffn.learned_scale
-            total += self.numbers(width) if is_scaled else 0.0
+        total += self.mixer_part(layer, width) + self.ffn_part(layer, width)
         if layer.output_kernel:
             parts = sum(part is not None for part in (layer.mixer, layer.ffn))
             total += parts * self.conv(width)
         return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gradients:
+    """Bytes per token that a layer's backward pass holds at its widest, beyond all that the layer has saved.
+
+    The gradient of the residual stream is there throughout, and tensors are freed once they have been used.
+    """
+
+    count: _SavedBytes
+    width: int
+    adapters: LayerAdapters | None
+
+    def layer(self, layer: LayerSpec, saved: float) -> float:
+        """Of a layer that has ``saved`` this much in all; the mixer's backward runs when all behind it is freed."""
+        count, width = self.count, self.width
+        has_streams = layer.hyper is not None or layer.altup is not None or layer.per_layer_size > 0
+        if not count.triton_training or count.sequence > 1 or has_streams or layer.output_kernel:
+            return saved + 2 * count.numbers(width)
+        ffn = count.ffn_part(layer, width)
+        return count.numbers(width) + max(self._ffn(layer, ffn), self._mixer(layer) - ffn)
+
+    def _ffn(self, layer: LayerSpec, saved: float) -> float:
+        ffn, count = layer.ffn, self.count
+        if ffn is None or self._has_adapter("mlp.", "moe."):
+            return saved
+        if isinstance(ffn, MoeSpec):
+            return self._moe(ffn, saved)
+        if not ffn.gated or ffn.sparsity:
+            return saved
+        # At the activation: the gradients of what it read and wrote. What it wrote is freed, if it was saved at all.
+        wide = count.numbers(ffn.size * (2 if self.adapters is None else 3))
+        return wide + count.numbers(self.width * (int(ffn.learned_scale) + int(layer.post_norms)))
+
+    def _moe(self, ffn: MoeSpec, saved: float) -> float:
+        """At the sum of a token's rows their gradients; at the activation, when the rows are freed, as in an MLP."""
+        if not ffn.gated or ffn.beside_mlp or ffn.weighed_shared or ffn.weigh_input or ffn.latent:
+            return saved
+        widest = max(self.width, 2 * ffn.size - self.width)
+        if ffn.expert_bias:  # when it is added in the forward pass: the rows without it, and those of biases
+            widest = max(2 * self.width, 3 * ffn.size - self.width)
+        shared = self.width if ffn.shared is not None else 0  # the shared expert's gradient of their common input
+        return self.count.numbers(ffn.experts_per_token * widest + shared)
+
+    def _mixer(self, layer: LayerSpec) -> float:
+        mixer, count = layer.mixer, self.count
+        if isinstance(mixer, GatedDeltaNetSpec):  # a recurrence frees what it saved step by step
+            return 3 * 4.0 * mixer.value_heads * mixer.value_dim
+        if not isinstance(mixer, AttentionSpec) or not count.fuses_attention(mixer):
+            return count.mixer_part(layer, self.width)
+        queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+        inputs = 2 * self.width if self._has_adapter("attention.") else 0
+        # Those of the output, of queries, keys and values, and the sums of the queries' in float32.
+        return count.numbers(inputs + 2 * queries + 2 * keys) + 4.0 * queries
+
+    def _has_adapter(self, *prefixes: str) -> bool:
+        return self.adapters is not None and any(name.startswith(prefixes) for name, _ in self.adapters.ranks)
 
 
 def layer_bytes(
@@ -354,12 +431,16 @@ def _list_settings(spec: DecoderSpec, lora: LoraSpec | None) -> list[_LayerSetti
     return settings
 
 
+def _build_count(setting: _LayerSetting, spec: DecoderSpec, size: int, fused: bool, sequence: int) -> _SavedBytes:
+    is_frozen = setting.adapters is not None
+    return _SavedBytes(size=size, fused=fused, offset=spec.norm_offset != 0, sequence=sequence, frozen=is_frozen)
+
+
 def _layer_bytes(
     setting: _LayerSetting, spec: DecoderSpec, size: int, fused: bool, sequence: int, scan: ContextScan
 ) -> float:
     layer, quantization, adapters = setting
-    is_frozen = adapters is not None
-    count = _SavedBytes(size=size, fused=fused, offset=spec.norm_offset != 0, sequence=sequence, frozen=is_frozen)
+    count = _build_count(setting, spec, size, fused, sequence)
     total = count.layer(layer, spec.hidden_size)
     if layer.mixer is not None and scan.ranks > 1:
         total += count.context_scan(layer.mixer, scan)
@@ -476,10 +557,25 @@ def _head_bytes(
     rows = min(tokens, max(1, _CHUNK_LOGITS[fused] * (2 if has_kernel else 1) // spec.vocab_size))
     chunk = rows * spec.vocab_size * 4.0
     if has_kernel and keeps_grads:
-        return tokens * spec.vocab_size * size + 2 * chunk
+        return tokens * spec.vocab_size * size + (2 if tokens > rows else 1) * chunk
     # The float32 gradient of the output layer, which an adapter of it does without.
     head_gradient = 4.0 * spec.vocab_size * spec.hidden_size if is_trained else 0.0
     return chunk * (2 if has_kernel else 3) + head_gradient
+
+
+class StepMoments(NamedTuple):
+    """Bytes of activations at those moments of a step that may be its widest: at the head, and in each layer's backward
+    pass, with what that holds beyond the saved tensors and without (``saved``).
+    """
+
+    head: int
+    layers: tuple[int, ...]
+    saved: tuple[int, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most of them."""
+        return max(self.head, *self.layers)
 
 
 def activation_bytes(
@@ -499,32 +595,81 @@ def activation_bytes(
 ) -> int:
     """Compute the peak of a step besides weights, gradients and optimizer, with ``tokens`` in a rank's micro-batch.
 
-    Under ``full`` recomputation (also ``checkpointing``) a layer saves only its input, and one layer at a time is
-    recomputed; ``selective`` also saves attention and matmul outputs. If only the ``first`` layers are recomputed, the
-    others save everything. Sequence parallelism shards the residual stream over ``sequence`` ranks. With ``lora`` only
-    its adapters are trained. ``experts`` ranks share the experts of a layer. ``scan`` is
-    what context ranks scan of recurrent layers. ``keeps_logit_grads``: logits are computed once (``train.logprobs``).
+    ``checkpointing`` is ``full`` recomputation. The rest is as in ``list_step_moments``.
     """
-    mode: RecomputeMode = "full" if checkpointing else recompute
+    return list_step_moments(
+        spec,
+        tokens,
+        size=size,
+        fused=fused,
+        recompute="full" if checkpointing else recompute,
+        first=first,
+        sequence=sequence,
+        lora=lora,
+        experts=experts,
+        scan=scan,
+        keeps_logit_grads=keeps_logit_grads,
+    ).peak
+
+
+def list_step_moments(
+    spec: DecoderSpec,
+    tokens: int,
+    *,
+    size: int,
+    fused: bool,
+    recompute: RecomputeMode = "none",
+    first: int | None = None,
+    sequence: int = 1,
+    lora: LoraSpec | None = None,
+    experts: int = 1,
+    scan: ContextScan = ContextScan(),  # noqa: B008 (immutable)
+    keeps_logit_grads: bool = False,
+) -> StepMoments:
+    """Compute what a step has of activations at each moment, with ``tokens`` in a rank's micro-batch.
+
+    Under ``full`` recomputation a layer saves only its input, and one layer at a time is recomputed; ``selective`` also
+    saves attention and matmul outputs. If only the ``first`` layers are recomputed, the others save everything.
+    Sequence parallelism shards the residual stream over ``sequence`` ranks. With ``lora`` only its adapters are
+    trained. ``experts`` ranks share the experts of a layer. ``scan`` is what context ranks scan of recurrent layers.
+    ``keeps_logit_grads``: logits are computed once (``train.logprobs``).
+    """
     settings = _list_settings(spec, lora)
-    layers = {setting: _layer_bytes(setting, spec, size, fused, sequence, scan) for setting in set(settings)}
-    largest = max(layers.values())
-    recomputed = 0 if mode == "none" else len(settings) if first is None else min(first, len(settings))
-    saved = sum(layers[setting] for setting in settings[recomputed:])
-    if recomputed:
-        streams = spec.streams if spec.altup is None else spec.altup.streams
-        saved += recomputed * streams * spec.hidden_size * size / sequence
-        selective = settings[:recomputed] if mode == "selective" else []
-        saved += sum(_matmul_output_bytes(setting, spec.hidden_size, size, fused) for setting in selective)
+    recomputed = 0 if recompute == "none" else len(settings) if first is None else min(first, len(settings))
     workspace = quantize_workspace_bytes(spec, size=size, fused=fused, experts=experts)
+    streams = spec.streams if spec.altup is None else spec.altup.streams
+    entered = streams * spec.hidden_size * size / sequence
+    costs: dict[_LayerSetting, tuple[float, float, float]] = {}
+    for setting in set(settings):
+        saved = _layer_bytes(setting, spec, size, fused, sequence, scan)
+        kept = 0.0 if recompute != "selective" else _matmul_output_bytes(setting, spec.hidden_size, size, fused)
+        count = _build_count(setting, spec, size, fused, sequence)
+        gradients = _Gradients(count=count, width=spec.hidden_size, adapters=setting.adapters)
+        is_derived = setting.quantization is None and experts == 1 and scan.ranks == 1
+        wide = gradients.layer(setting.layer, saved) if is_derived else saved + 2 * count.numbers(spec.hidden_size)
+        costs[setting] = saved, entered + kept, wide
+    # What does not depend on the layer: split streams; the head's gradient waits for the embedding's if they are tied.
+    fixed = tokens * stream_bytes(spec, size) + _factor_bytes(spec, size, lora, len(settings), recomputed)
+    tied = spec.vocab_rows * spec.hidden_size * size if spec.tie_embeddings and lora is None else 0
+    before = fixed + tied
+    layers, held = list[int](), list[int]()
+    for index, setting in enumerate(settings):
+        saved, kept, wide = costs[setting]
+        is_again = index < recomputed
+        # Its input is both kept and, as what its first norm read, a part of what it has saved.
+        whole = before + tokens * (saved + (kept - entered if is_again else 0.0))
+        layers.append(round(whole + max(tokens * wide, workspace)))
+        held.append(round(whole))
+        before += tokens * (kept if is_again else saved)
     # The hidden states behind the last layer, before and after their norm.
-    body = tokens * (saved + 2 * spec.hidden_size * size + stream_bytes(spec, size))
-    head = _head_bytes(spec, tokens, size, fused, is_trained=lora is None, keeps_grads=keeps_logit_grads)
-    again = largest if recomputed == len(settings) else 0.0
-    body += max(head, tokens * again + max(tokens * largest, workspace))
-    factors = 0
+    head = before - tied + tokens * 2 * spec.hidden_size * size
+    head += _head_bytes(spec, tokens, size, fused, is_trained=lora is None, keeps_grads=keeps_logit_grads)
+    return StepMoments(round(head), tuple(layers), tuple(held))
+
+
+def _factor_bytes(spec: DecoderSpec, size: int, lora: LoraSpec | None, layers: int, recomputed: int) -> int:
+    """Compute the LoRA factors saved in the model's dtype beside a base; if recomputed, one layer's at a time."""
     is_packed = spec.quantization is not None and spec.quantization.packed
-    if lora is not None and (is_packed or lora.unmerged):
-        # Beside a base the factors are saved in the model's dtype, too; if recomputed, one layer's at a time.
-        factors = lora.num_parameters * size // (len(settings) if recomputed == len(settings) else 1)
-    return round(body + factors)
+    if lora is None or not (is_packed or lora.unmerged):
+        return 0
+    return lora.num_parameters * size // (layers if recomputed == layers else 1)
