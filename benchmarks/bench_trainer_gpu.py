@@ -123,7 +123,11 @@ def quantize_spec(spec: Any, precision: str) -> Any:
 def estimate_gib(case: Case, precision: str = "") -> float:
     """GiB that `miles plan` would say."""
     from miles.cluster.parallel_dims import ParallelDims
-    from miles.launch.plan.layout_memory import estimate_rank_activations, estimate_rank_memory
+    from miles.launch.plan.layout_memory import (
+        estimate_rank_activations,
+        estimate_rank_memory,
+        estimate_single_peak,
+    )
     from miles.models.accounting.params import parameter_count
     from miles.train.config import TrainConfig
 
@@ -134,6 +138,9 @@ def estimate_gib(case: Case, precision: str = "") -> float:
         knobs |= {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
     train = TrainConfig(**knobs)
     held = estimate_rank_memory(spec, ParallelDims(), "bfloat16", moments=case.optimizer_state)
+    if case.batches == 1 and not case.frozen:
+        peak = estimate_single_peak(spec, held.gradients, "bfloat16", case.tokens, train, fused=True)
+        return (held.weights + held.optimizer + peak.gradients + peak.activations) / GIB
     share = 1 - expert_parameters(spec)[0] / parameter_count(spec) if case.frozen else 1.0
     kept = estimate_rank_activations(spec, ParallelDims(), "bfloat16", case.tokens, train, fused=True)
     return (held.weights + share * (held.gradients + held.optimizer) + kept - unsaved_bytes(case, spec)) / GIB

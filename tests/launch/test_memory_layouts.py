@@ -19,11 +19,13 @@ from tests.train.small_trainer import ragged, step, worker
 from miles.backends.fsdp.local_model import LocalModel
 from miles.cluster.parallel_dims import ParallelDims
 from miles.launch.plan.layout_memory import (
+    RankMemory,
     estimate_rank_activations,
     estimate_rank_critic_memory,
     estimate_rank_frozen_bytes,
     estimate_rank_lora_memory,
     estimate_rank_memory,
+    estimate_single_peak,
 )
 from miles.launch.plan.memory import estimate_memory
 from miles.launch.read_config import read
@@ -165,6 +167,75 @@ def test_the_plan_is_within_three_percent_of_a_measured_peak(case, gib):
     plan = estimate_rank_memory(spec, ParallelDims(), "bfloat16", moments=moments)
     activations = estimate_rank_activations(spec, ParallelDims(), "bfloat16", 8192, train, fused=True)
     assert (plan.total + activations) / 2**30 == pytest.approx(gib, rel=0.03)
+
+
+def single_peak(model: str, tokens: int, *, checkpointing: bool) -> tuple[int, int, RankMemory]:
+    """Activations and gradients of a step of one micro-batch, and what is held."""
+    spec = spec_from_config(load_known_models()[model])
+    held, train = (
+        estimate_rank_memory(spec, ParallelDims(), "bfloat16"),
+        TrainConfig(gradient_checkpointing=checkpointing),
+    )
+    peak = estimate_single_peak(spec, held.gradients, "bfloat16", tokens, train, fused=True)
+    return peak.activations, peak.gradients, held
+
+
+def test_a_step_of_one_long_sequence_is_within_three_percent_of_the_measured_peak():
+    activations, gradients, held = single_peak("Qwen3-4B", 131072, checkpointing=True)
+    assert (held.weights + held.optimizer + activations + gradients) / 2**30 == pytest.approx(94.4, rel=0.03)
+    # By hand, in values of a token: the inputs of 36 layers; what the last one saves (its input, which is one of these,
+    # three other tensors of that width, the projection and attention's inputs, attention's output, MLP); at the MLP's
+    # activation the gradients of its input and output, without the output itself, and that of the residual stream.
+    width, queries, keys, inner = 2560, 4096, 1024, 9728
+    values = 36 * width + 3 * width + 2 * (queries + 2 * keys) + queries + 3 * inner + 2 * inner + width
+    statistics = 2 * 4 + 32 * 4
+    tied_head = 2 * 151936 * width
+    assert (activations, gradients) == (131072 * (2 * values + statistics) + tied_head, 0)
+
+
+def test_gradients_of_one_micro_batch_come_as_activations_go():
+    activations, gradients, held = single_peak("Qwen3-30B-A3B", 1024, checkpointing=True)
+    several = estimate_rank_activations(
+        spec_from_config(load_known_models()["Qwen3-30B-A3B"]),
+        ParallelDims(),
+        "bfloat16",
+        1024,
+        TrainConfig(gradient_checkpointing=True),
+        fused=True,
+    )
+    # Of few tokens the peak is at the end, with nearly all gradients and nearly no activations.
+    assert 0.99 * held.gradients < gradients <= held.gradients and activations < several
+    activations, gradients, held = single_peak("Qwen3-4B", 8192, checkpointing=False)
+    spec = spec_from_config(load_known_models()["Qwen3-4B"])
+    assert gradients == 0 and activations == estimate_rank_activations(
+        spec, ParallelDims(), "bfloat16", 8192, TrainConfig(), fused=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_single"),
+    [
+        ("", True),
+        ("--global-batch-size 4", False),
+        ("--max-tokens-per-gpu 1023", False),
+        ("--micro-batch-size 1 --no-use-dynamic-batch-size", False),
+        ("--lora-rank 4", False),
+        ("--actor-num-gpus-per-node 2", False),
+        ("--custom-generate-function-path multi_turn --apply-chat-template", False),
+    ],
+)
+def test_gradients_and_activations_add_up_unless_a_step_is_one_micro_batch_for_certain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, is_single: bool
+):
+    furnish(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    line = "good.toml --global-batch-size 2 --rollout-max-context-len 512 --max-tokens-per-gpu 1024 " + flags
+    config, plan, _ = read("plan", line.split())
+    spec = spec_from_config(read_config("model"))
+    shares = {share.name: share for share in estimate_memory(config, plan, spec)}
+    assert ("widest" in shares["gradients"].note) == is_single
+    assert ("all of a step" in shares["activations"].note) == is_single
 
 
 def test_the_plan_of_adapters_of_experts_is_within_three_percent_of_a_measured_peak():

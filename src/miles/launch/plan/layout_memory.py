@@ -19,11 +19,18 @@ from miles.kernels.numerics import FAST, Numerics
 from miles.launch.config import Config
 from miles.launch.plan.lora import packs_base
 from miles.launch.plan.topology import is_distributed
-from miles.models.accounting.activations import MAX_KEPT_LOGIT_GRADS, ContextScan, RecomputeMode, activation_bytes
+from miles.models.accounting.activations import (
+    MAX_KEPT_LOGIT_GRADS,
+    ContextScan,
+    RecomputeMode,
+    StepMoments,
+    list_step_moments,
+)
 from miles.models.accounting.params import (
     BYTES,
     RankParam,
     ShardingDegrees,
+    list_layer_gradient_bytes,
     list_rank_params,
     moment_bytes,
     packed_weight_bytes,
@@ -235,11 +242,68 @@ def estimate_rank_activations(
     """Bytes of the activations of a micro-batch of ``tokens``, which context ranks share, in sequences of at most
     ``longest``; ``lora`` is what is trained, if not all.
     """
+    return _list_rank_moments(
+        spec, layout, dtype, tokens, config, fused=fused, longest=longest, numerics=numerics, lora=lora
+    ).peak
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPeak:
+    """Bytes of activations and of gradients at the widest moment of a step."""
+
+    activations: int
+    gradients: int
+
+
+def estimate_single_peak(
+    spec: DecoderSpec,
+    gradients: int,
+    dtype: str,
+    tokens: int,
+    config: TrainConfig,
+    *,
+    fused: bool,
+    longest: int | None = None,
+    numerics: Numerics = FAST,
+) -> StepPeak:
+    """The peak of a step that is one micro-batch of ``tokens``, in one process that trains all parameters.
+
+    Its ``gradients``, which are this many bytes in all, come one layer after the other, as activations go.
+    """
+    layout = ParallelDims()
+    moments = _list_rank_moments(
+        spec, layout, dtype, tokens, config, fused=fused, longest=longest, numerics=numerics, lora=None
+    )
+    vocabulary = spec.vocab_rows * spec.hidden_size
+    found = [StepPeak(activations=moments.head, gradients=0)]
+    behind = 0 if spec.tie_embeddings else 4 * vocabulary
+    own = list_layer_gradient_bytes(spec, get_sharding_degrees(layout))
+    for wide, saved, more in zip(reversed(moments.layers), reversed(moments.saved), reversed(own), strict=True):
+        found.append(StepPeak(activations=wide, gradients=behind))
+        behind += more
+        found.append(StepPeak(activations=saved, gradients=behind))
+    # At last the gradient of the embedding, once in the model's dtype, which that of a tied head is added to.
+    found.append(StepPeak(activations=vocabulary * BYTES[dtype], gradients=gradients))
+    return max(found, key=lambda each: each.activations + each.gradients)
+
+
+def _list_rank_moments(
+    spec: DecoderSpec,
+    layout: ParallelDims,
+    dtype: str,
+    tokens: int,
+    config: TrainConfig,
+    *,
+    fused: bool,
+    longest: int | None,
+    numerics: Numerics,
+    lora: LoraSpec | None,
+) -> StepMoments:
     longest = tokens if longest is None else min(longest, tokens)
     chunk = longest // (2 * layout.context)
     stage = get_pipeline_stage(spec, layout)
     shard = stage if isinstance(stage, HfAdapterSpec) else shard_spec(stage, layout.tensor)
-    return activation_bytes(
+    return list_step_moments(
         shard,
         -(-tokens // layout.context),
         size=BYTES[dtype],

@@ -3,18 +3,21 @@
 from dataclasses import dataclass, replace
 from math import prod
 
+from miles.algo.config import PREFERENCE_LOSSES
 from miles.backends.megatron.rank_memory import MegatronMemoryFlags
 from miles.cluster.parallel_dims import ParallelDims
 from miles.launch.config import Config
 from miles.launch.plan.drafts import read_engine_draft, read_trained_draft
 from miles.launch.plan.hardware import get_free_memory
 from miles.launch.plan.layout_memory import (
+    StepPeak,
     estimate_moment_bytes,
     estimate_rank_activations,
     estimate_rank_critic_memory,
     estimate_rank_frozen_bytes,
     estimate_rank_lora_memory,
     estimate_rank_memory,
+    estimate_single_peak,
     get_frozen_vision,
     get_megatron_flags,
     get_recompute_mode,
@@ -30,6 +33,7 @@ from miles.launch.plan.lora import (
     shares_reference,
 )
 from miles.launch.plan.plan import Plan
+from miles.launch.plan.topology import is_distributed
 from miles.launch.rules.paths import read_spec_or_none
 from miles.models.accounting.cuda_graphs import (
     count_prefill_graph_tokens,
@@ -49,6 +53,7 @@ from miles.models.accounting.params import (
 )
 from miles.models.accounting.vision import vision_activation_bytes
 from miles.models.draft.spec import DraftSpec
+from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.lora.targets import LoraSpec
 from miles.models.parallel.tp_sharding import shard_spec
 from miles.models.spec import DecoderSpec
@@ -164,9 +169,14 @@ def _estimate_policy(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Mem
         note += f", of 1/{layout.shard_group_size * layout.replicate} of the values"
     on_gpu = plan.device != "cpu"
     host = on_gpu and config.parallel.fsdp_cpu_offload
+    peak = _find_single_peak(config, plan, spec)
+    gradients = MemoryShare(name="gradients", bytes=memory.gradients, note="float32")
+    if peak is not None:
+        note = f"float32, of {format_bytes(memory.gradients)} those there while activations are at their widest"
+        gradients = MemoryShare(name="gradients", bytes=peak.gradients, note=note)
     shares = (
         _place(host, MemoryShare(name="weights", bytes=memory.weights, note=("float32" if sharded else dtype) + part)),
-        _place(host, MemoryShare(name="gradients", bytes=memory.gradients, note="float32")),
+        _place(host, gradients),
         _place(
             host or (on_gpu and train.optimizer_cpu_offload),
             MemoryShare(name="optimizer", bytes=memory.optimizer, note=note),
@@ -316,12 +326,53 @@ def _estimate_teachers(config: Config, plan: Plan) -> tuple[MemoryShare, ...]:
     return (MemoryShare(name="teacher", bytes=total, note=f"{plan.dtype}, {note}"),) if found else ()
 
 
-def _estimate_activations(config: Config, plan: Plan, spec: DecoderSpec) -> MemoryShare:
-    """Activations kept for the backward pass; no micro-batch has more tokens than the global batch."""
-    tokens = config.train.max_tokens_per_gpu * plan.layout.context
+def _count_step_tokens(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[int, int]:
+    """Tokens of a micro-batch, which has no more than the global batch, and of the longest sample."""
     longest = resolve_context_limit(config.rollout, spec.max_positions)
-    tokens = min(tokens, plan.global_batch_size * longest)
-    fused = plan.device != "cpu"
+    return min(config.train.max_tokens_per_gpu * plan.layout.context, plan.global_batch_size * longest), longest
+
+
+def _find_single_peak(config: Config, plan: Plan, spec: DecoderSpec) -> StepPeak | None:
+    """The peak of a step that is one micro-batch for certain; None where it may be several, whose gradients add up.
+
+    For certain in one process, where all samples of a global batch fit into a micro-batch at their greatest length and
+    a trajectory is one sample.
+    """
+    train, rollout = config.train, config.rollout
+    tokens, longest = _count_step_tokens(config, plan, spec)
+    fits = plan.global_batch_size * longest <= train.max_tokens_per_gpu and train.max_patches_per_gpu is None
+    if train.micro_batch_size is not None and not train.use_dynamic_batch_size:
+        fits &= plan.global_batch_size <= train.micro_batch_size
+    makes_own = rollout.custom_generate_function_path in (None, "single_turn") and rollout.loss_mask_type != "each"
+    hooks = (config.hooks.rollout_function_path, config.hooks.rollout_data_postprocess_path)
+    makes_own &= not any((*hooks, config.agents.custom_agent_function_path, config.multi_agent.policies))
+    makes_own &= config.algo.loss_type not in PREFERENCE_LOSSES
+    is_alone = not is_distributed(config) and not config.lora.is_enabled and not isinstance(spec, HfAdapterSpec)
+    if not (fits and makes_own and is_alone):
+        return None
+    gradients = estimate_rank_memory(spec, plan.layout, plan.dtype, frozen_vision=get_frozen_vision(train)).gradients
+    return estimate_single_peak(
+        replace(spec, quantization=config.models.train_quantization(packed=False)),
+        gradients,
+        plan.dtype,
+        tokens,
+        train,
+        fused=plan.device != "cpu",
+        longest=longest,
+        numerics=config.models.numerics,
+    )
+
+
+def _estimate_activations(config: Config, plan: Plan, spec: DecoderSpec) -> MemoryShare:
+    """Activations kept for the backward pass."""
+    tokens, longest = _count_step_tokens(config, plan, spec)
+    recompute = {"none": "", "full": ", layers recomputed", "selective": ", all but matmuls and attention recomputed"}
+    note = f"{tokens:,} tokens at once" + recompute[get_recompute_mode(config.train)]
+    if plan.layout.context > 1:
+        note += f", over {plan.layout.context} context ranks"
+    peak = _find_single_peak(config, plan, spec)
+    if peak is not None:
+        return MemoryShare(name="activations", bytes=peak.activations, note=f"{note}, all of a step")
     lora = build_lora(config.lora, spec)
     spec = replace(spec, quantization=config.models.train_quantization(packed=packs_base(config)))
     size = estimate_rank_activations(
@@ -330,15 +381,11 @@ def _estimate_activations(config: Config, plan: Plan, spec: DecoderSpec) -> Memo
         plan.dtype,
         tokens,
         config.train,
-        fused=fused,
+        fused=plan.device != "cpu",
         longest=longest,
         numerics=config.models.numerics,
         lora=lora,
     )
-    recompute = {"none": "", "full": ", layers recomputed", "selective": ", all but matmuls and attention recomputed"}
-    note = f"{tokens:,} tokens at once" + recompute[get_recompute_mode(config.train)]
-    if plan.layout.context > 1:
-        note += f", over {plan.layout.context} context ranks"
     return MemoryShare(name="activations", bytes=size, note=note)
 
 

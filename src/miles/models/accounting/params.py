@@ -332,6 +332,16 @@ def rank_gradient_bytes(
     return 4 * sum(param.count for param in _list_trained(spec, degrees, frozen_vision))
 
 
+def list_layer_gradient_bytes(spec: DecoderSpec, degrees: ShardingDegrees) -> tuple[int, ...]:
+    """Compute the float32 gradients of each layer on a rank."""
+    found = [0] * spec.num_layers
+    for param in _list_trained(spec, degrees, TRAINED_VISION):
+        root, _, rest = param.name.partition(".")
+        if root == "layers":
+            found[int(rest.partition(".")[0])] += 4 * param.count
+    return tuple(found)
+
+
 def _list_trained(spec: DecoderSpec, degrees: ShardingDegrees, frozen_vision: FrozenVision) -> list[RankParam]:
     params = list_rank_params(spec, degrees)
     frozen = frozen_vision.select(param.name for param in params)
