@@ -1,13 +1,16 @@
 """Memory of a training step as estimated by ``miles plan``, against the GPU's measured peak.
 
 Each case trains a published model, cut to a few layers where it is large, on random tokens and reads the allocator's
-peak: two micro-batches of a step, so that gradients are held while activations are at their widest. Planned is what
-``miles plan`` counts for the training plane: weights, gradients, optimizer, adapters and activations.
+peak: two micro-batches of a step, so that gradients are held while activations are at their widest, or one. Planned is
+what ``miles plan`` counts for the training plane: weights, gradients, optimizer, adapters and activations.
 
     PYTHONPATH=src python benchmarks/bench_memory_plan.py            # all cases; needs a CUDA device
-    PYTHONPATH=src python benchmarks/bench_memory_plan.py --only Qwen3-0.6B [--profile]
+    PYTHONPATH=src python benchmarks/bench_memory_plan.py --only Qwen3-0.6B long [--profile]
+    PYTHONPATH=src python benchmarks/bench_memory_plan.py --plan     # what is planned alone, on any machine
 
-``--profile`` also prints what is allocated at the peak, by the line that allocated it.
+``--only`` selects the cases whose label has one of some words: ``long`` those of long sequences, ``one micro-batch``,
+a model. ``--profile`` also prints what is allocated at the peak, by the line that allocated it, or by size where layers
+are recomputed.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from miles.launch.plan.layout_memory import (
     estimate_rank_activations,
     estimate_rank_lora_memory,
     estimate_rank_memory,
+    estimate_single_peak,
 )
 from miles.models.accounting.known_models import load_known_models
 from miles.models.accounting.params import forward_flops_per_token, parameter_count
@@ -46,15 +50,18 @@ from miles.train.config import TrainConfig
 from miles.train.policy_trainer import PolicyTrainer
 
 GIB = 2**30
-LENGTH, RANK = 1025, 16
-"""Tokens of a sample, which is read up to its last token but one, and the rank of adapters."""
+RANK = 16
+"""The rank of adapters."""
+LONG = 8192
+"""Tokens from which on a sample is called long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A published model, its first ``layers`` layers (0: all), at most ``experts`` experts, and the micro-batch.
+    """A published model, its last ``layers`` layers (0: all), at most ``experts`` experts, and the micro-batch.
 
-    ``adapters`` are the targets that are trained instead of the weights, merged or ``unmerged``.
+    ``adapters`` are the targets that are trained instead of the weights, merged or ``unmerged``. Samples are of
+    ``length`` tokens, and a step has ``batches`` micro-batches.
     """
 
     name: str
@@ -64,11 +71,13 @@ class Case:
     experts: int = 0
     adapters: str = ""
     unmerged: bool = False
+    length: int = 1024
+    batches: int = 2
 
     def spec(self) -> DecoderSpec:
         spec = spec_from_config(load_known_models()[self.name])
-        layers = spec.layers[-self.layers :] if self.layers else spec.layers
-        return replace(spec, layers=tuple(_cut_experts(layer, self.experts) for layer in layers))
+        layers = tuple(_cut_experts(layer, self.experts) for layer in spec.layers[-self.layers :])
+        return replace(spec, layers=layers, max_positions=max(spec.max_positions, self.length))
 
     def train_config(self) -> TrainConfig:
         return TrainConfig(max_tokens_per_gpu=self.tokens, gradient_checkpointing=self.checkpointing)
@@ -83,7 +92,9 @@ class Case:
         cut = f", {self.layers} layers" if self.layers else ""
         cut += f", {self.experts} experts" if self.experts else ""
         form = f", {'unmerged ' * self.unmerged}adapters on {self.adapters}" if self.adapters else ""
-        return f"{self.name}{cut}, {self.tokens:,} tokens{', checkpointing' if self.checkpointing else ''}{form}"
+        form = f"{', checkpointing' if self.checkpointing else ''}{form}"
+        form += f", long samples of {self.length:,}" if self.length >= LONG else ""
+        return f"{self.name}{cut}, {self.tokens:,} tokens{form}{', one micro-batch' if self.batches == 1 else ''}"
 
 
 def _cut_experts(layer: LayerSpec, experts: int) -> LayerSpec:
@@ -107,6 +118,17 @@ CASES = (
     Case("DeepSeek-V3", 8192, layers=3, experts=16),
     Case("gpt-oss-20b", 4096, layers=4),
     Case("Qwen3-Next-80B-A3B", 8192, layers=4, experts=64),
+    Case("Qwen3-4B", 65536, checkpointing=True, layers=6, length=65536),
+    Case("Qwen3-4B", 65536, checkpointing=True, layers=6, length=65536, batches=1),
+    Case("Qwen3-30B-A3B", 65536, checkpointing=True, layers=3, length=65536),
+    Case("Qwen3-30B-A3B", 65536, checkpointing=True, layers=3, length=65536, batches=1),
+    Case("Gemma-2-2B", 32768, checkpointing=True, layers=6, length=8192),
+    Case("GLM-4.5-Air", 65536, checkpointing=True, layers=3, experts=32, length=65536),
+    Case("DeepSeek-V3", 65536, checkpointing=True, layers=2, experts=16, length=16384),
+    Case("gpt-oss-20b", 65536, checkpointing=True, layers=4, length=16384),
+    Case("Qwen3-Next-80B-A3B", 32768, checkpointing=True, layers=4, experts=64, length=16384),
+    Case("Qwen3-4B", 8192, batches=1),
+    Case("Qwen3-30B-A3B", 8192, layers=6, batches=1),
     Case("Qwen3-4B", 16384, adapters="attn,mlp"),
     Case("Qwen3-4B", 16384, checkpointing=True, adapters="attn,mlp"),
     Case("Qwen3-30B-A3B", 16384, layers=12, checkpointing=True, adapters="attn", unmerged=True),
@@ -114,12 +136,13 @@ CASES = (
 )
 
 
-def make_sample(rng: np.random.Generator, index: int, vocab: int) -> Sample:
-    mask = np.arange(LENGTH) >= 1
+def make_sample(rng: np.random.Generator, index: int, length: int, vocab: int) -> Sample:
+    """A sample is read up to its last token but one."""
+    mask = np.arange(length + 1) >= 1
     return Sample(
         prompt_id=index,
         trajectory=0,
-        tokens=rng.integers(0, vocab, LENGTH).astype(np.int32),
+        tokens=rng.integers(0, vocab, length + 1).astype(np.int32),
         mask=mask,
         logprobs=np.where(mask, np.float32(-np.log(vocab)), np.float32(0)),
         advantages=np.where(mask, np.float32(rng.normal()), np.float32(0)),
@@ -129,12 +152,17 @@ def make_sample(rng: np.random.Generator, index: int, vocab: int) -> Sample:
 
 def plan_bytes(case: Case) -> int:
     """What ``miles plan`` counts."""
-    spec, lora, layout = case.spec(), case.lora(), ParallelDims()
+    spec, lora, layout, train = case.spec(), case.lora(), ParallelDims(), case.train_config()
+    held = estimate_rank_memory(spec, layout, "bfloat16")
+    if lora is None and case.batches == 1:
+        peak = estimate_single_peak(
+            spec, held.gradients, "bfloat16", case.tokens, train, fused=True, longest=case.length
+        )
+        return held.weights + held.optimizer + peak.gradients + peak.activations
     kept = estimate_rank_activations(
-        spec, layout, "bfloat16", case.tokens, case.train_config(), fused=True, longest=LENGTH, lora=lora
+        spec, layout, "bfloat16", case.tokens, train, fused=True, longest=case.length, lora=lora
     )
     if lora is None:
-        held = estimate_rank_memory(spec, layout, "bfloat16")
         return held.weights + held.gradients + held.optimizer + kept
     adapted = estimate_rank_lora_memory(spec, layout, "bfloat16", lora)
     factors = 2 * lora.num_parameters if lora.unmerged else 0  # rounded for a forward, which an engine reads
@@ -169,23 +197,24 @@ def measure(case: Case, profile: bool) -> tuple[int, float]:
     torch.cuda.reset_peak_memory_stats()
     worker = build_trainer(case, platform.device)
     rng = np.random.default_rng(0)
-    count = 2 * case.tokens // (LENGTH - 1)
-    samples = tuple(make_sample(rng, i, spec.vocab_size) for i in range(count))
+    count = case.batches * case.tokens // case.length
+    samples = tuple(make_sample(rng, i, case.length, spec.vocab_size) for i in range(count))
     spent = 0.0
     for step in range(2):
-        # Recomputation ends by an exception, in which recording stacks fails (torch 2.11).
-        if profile and step and not case.checkpointing:
-            torch.cuda.memory._record_memory_history(stacks="python", max_entries=2_000_000)
+        if profile and step:
+            # Recomputation ends by an exception, in which recording stacks fails (torch 2.11).
+            context = None if case.checkpointing else "all"
+            torch.cuda.memory._record_memory_history(context=context, stacks="python", max_entries=2_000_000)
         platform.synchronize()
         started = time.perf_counter()
         asyncio.run(worker.step(Batch(step=step, samples=samples, num_groups=len(samples))))
         platform.synchronize()
         spent = time.perf_counter() - started
-    if profile and not case.checkpointing:
+    if profile:
         show_peak(torch.cuda.memory._snapshot().get("device_traces", [[]])[0])
         torch.cuda.memory._record_memory_history(enabled=None)
     passes = 4 if case.checkpointing else 3
-    rate = passes * forward_flops_per_token(spec, LENGTH / 2) * 2 * case.tokens / spent
+    rate = passes * forward_flops_per_token(spec, case.length / 2) * case.batches * case.tokens / spent
     return torch.cuda.max_memory_allocated(), rate
 
 
@@ -202,7 +231,7 @@ def show_peak(trace: list[dict[str, Any]]) -> None:
             peak, peak_at = alive, index
     for event in trace[: peak_at + 1]:
         if event["action"] == "alloc":
-            sizes[event["addr"]] = event["size"], name_site(event["frames"])
+            sizes[event["addr"]] = event["size"], name_site(event)
         elif event["action"] == "free_completed":
             sizes.pop(event["addr"], None)
     total: Counter[str] = Counter()
@@ -215,22 +244,29 @@ def show_peak(trace: list[dict[str, Any]]) -> None:
         print(f"    {size / GIB:6.2f} GiB  {number[site]:5d} x  {site}")
 
 
-def name_site(frames: list[dict[str, Any]]) -> str:
-    """The innermost two lines of this project, or the innermost line of all."""
+def name_site(event: dict[str, Any]) -> str:
+    """The innermost two lines of this project, or the innermost line of all; its size where no lines were recorded."""
+    frames = event.get("frames", [])
+    if not frames:
+        return f"of {event['size'] / 2**20:,.1f} MiB"
     own = [f for f in frames if "/miles/" in f["filename"]] or frames[:1]
-    return " < ".join(f"{Path(f['filename']).name}:{f['line']} {f['name']}" for f in own[:2]) or "no Python frame"
+    return " < ".join(f"{Path(f['filename']).name}:{f['line']} {f['name']}" for f in own[:2])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose label contains this")
+    parser.add_argument("--only", nargs="*", default=[""], help="cases whose label contains one of these")
     parser.add_argument("--profile", action="store_true", help="print what is allocated at the peak")
+    parser.add_argument("--plan", action="store_true", help="print what is planned, and measure nothing")
     args = parser.parse_args()
+    cases = [case for case in CASES if any(word in case.label() for word in args.only)]
+    if args.plan:
+        print("\n".join(f"{plan_bytes(case) / GIB:8.2f} GiB  {case.label()}" for case in cases))
+        return
     print(f"{detect_platform('cuda').name}, torch {torch.__version__}\n")
     print("| case | parameters | planned | measured | planned / measured | step |\n|---|--:|--:|--:|--:|--:|")
-    for case in CASES:
-        if args.only not in case.label():
-            continue
+    ratios: list[float] = []
+    for case in cases:
         planned = plan_bytes(case)
         try:
             found, rate = measure(case, args.profile)
@@ -240,8 +276,11 @@ def main() -> None:
             size = f"{parameter_count(case.spec()) / 1e9:.2f}B"
             held = f"{planned / GIB:.1f} GiB | {found / GIB:.1f} GiB | {planned / found:.3f}"
             print(f"| {case.label()} | {size} | {held} | {rate / 1e12:.0f} TFLOP/s |", flush=True)
+            ratios.append(planned / found)
         gc.collect()
         torch.cuda.empty_cache()
+    if ratios:
+        print(f"\nplanned / measured of {len(ratios)} cases: {min(ratios):.3f} to {max(ratios):.3f}")
 
 
 if __name__ == "__main__":

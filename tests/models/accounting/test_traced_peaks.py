@@ -1,0 +1,22 @@
+"""What ``miles plan`` counts for the benchmark's cases, against the peak of their steps as tensors without memory."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from benchmarks.bench_memory_plan import CASES
+
+# Adapters are not traced.
+TRACED = [number for number, case in enumerate(CASES) if not case.adapters]
+
+
+def test_the_plan_is_within_three_percent_of_every_traced_peak():
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.models.accounting.traced_peak", *map(str, TRACED)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == len(TRACED)
+    wrong = [each for each in found if abs(each["planned"] / each["traced"] - 1) > 0.03]
+    assert not wrong
