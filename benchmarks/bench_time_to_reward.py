@@ -27,7 +27,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -72,20 +71,15 @@ def add_step(curve: Curve, reward: float) -> None:
 def run_miles(model: Path, prompts: Path, steps: int, bar: float, work: Path) -> None:
     """Train with ``miles train`` until the bar."""
     from miles.core.events import Event, StepFinished
-    from miles.launch.commands.train import run
+    from miles.launch.precompile.process import start_precompilation
     from miles.launch.read_config import read
-    from miles.observe.view import NullView
 
     curve: Curve = []
 
-    class Reached(Exception): ...
-
-    class Watch(NullView):
-        def __call__(self, event: Event) -> None:
-            if isinstance(event, StepFinished):
-                add_step(curve, event.metrics["reward"])
-                if has_reached(curve, bar):
-                    raise Reached
+    def stop_when(event: Event) -> bool:
+        if isinstance(event, StepFinished):
+            add_step(curve, event.metrics["reward"])
+        return has_reached(curve, bar)
 
     flags = {
         "--hf-checkpoint": model,
@@ -105,8 +99,11 @@ def run_miles(model: Path, prompts: Path, steps: int, bar: float, work: Path) ->
         "--view": "plain",
     }
     config, plan, origins = read("train", [str(word) for pair in flags.items() for word in pair])
-    with suppress(Reached):
-        run(config, plan, origins, view=Watch())
+    precompilation = start_precompilation(config)
+    from miles.launch.commands.train import run
+    from miles.observe.view import NullView
+
+    run(config, plan, origins, view=NullView(), stop_when=stop_when, precompilation=precompilation)
     print_parts(work / "timings.jsonl")
 
 

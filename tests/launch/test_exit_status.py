@@ -182,6 +182,31 @@ def test_a_thread_that_never_ends_does_not_keep_the_process():
     assert done.returncode == 0 and done.stdout.startswith("miles ")
 
 
+def test_the_interpreter_is_not_taken_apart_at_the_end():
+    program = (
+        "import atexit, sys, time, miles.launch.main as launch\n"
+        "class Stuck:\n"
+        "    def __del__(self): time.sleep(1e6)\n"
+        "stuck = Stuck()\n"
+        "atexit.register(print, 'exit functions run')\n"
+        "sys.argv = ['miles', '--version']\n"
+        "sys.exit(launch.main())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and done.stdout.endswith("exit functions run\n")
+
+
+def test_an_error_of_the_program_ends_the_process_with_its_traceback():
+    program = (
+        "import sys, miles.launch.main as launch\n"
+        "launch._dispatch = lambda argv: 1 / 0\n"
+        "sys.argv = ['miles', '--version']\n"
+        "sys.exit(launch.main())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1 and done.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
+
+
 def test_a_reader_that_goes_is_no_error_of_a_command_that_prints():
     command = f"{sys.executable} -m miles.launch.main train --help | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)

@@ -5,6 +5,7 @@ Nothing heavy is imported here: each command imports what it needs when it is ca
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -62,18 +63,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         status = _report_failure(error)
         if status is None:  # an error of the program
-            raise
-        code = status
+            if argv is not None:
+                raise
+            sys.excepthook(*sys.exc_info())
+        code = 1 if status is None else status
     if argv is None:  # the process ends now
-        threading.Thread(target=_end_process, args=(code,), daemon=True).start()
+        _end_process(code)
     return code
 
 
-# Seconds that Python may wait for threads before the process is ended.
+# Seconds that exit functions and threads of user functions may take before the process is ended.
 _EXIT_SECONDS = 10.0
 
 
 def _end_process(code: int) -> None:
+    """End the process as multiprocessing ends its children: without taking the interpreter apart.
+
+    That takes seconds with a model loaded, and with CUDA threads it has waited for ever, when no Python thread could
+    run any more to end it. What is left is the operating system's to free.
+    """
+    threading.Thread(target=_exit_later, args=(code,), daemon=True).start()
+    try:
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            discard_if_lost(stream)
+    finally:
+        os._exit(code)
+
+
+def _exit_later(code: int) -> None:
     """End the process with its status even if a thread that a user's function started never ends."""
     time.sleep(_EXIT_SECONDS)
     os._exit(code)
