@@ -1,5 +1,6 @@
 """Options and hooks of all tests: regenerated lists, test tiers, a CPU-time limit, the Triton interpreter."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -43,6 +44,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def regenerate(request: pytest.FixtureRequest) -> bool:
     """Whether checked-in files are to be rewritten."""
     return bool(request.config.getoption("--regenerate"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules and tests stay until the end: a collector would walk over them for nothing."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

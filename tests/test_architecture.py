@@ -28,7 +28,6 @@ from miles.launch.main import COMMANDS
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "miles"
 FILES = sorted(SOURCE.rglob("*.py"))
-TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
 OPTIONS = ROOT / "tests" / "options.txt"
 EXPORTED = ROOT / "tests" / "exported.txt"
 VOCABULARY = ROOT / "tests" / "vocabulary.txt"
@@ -197,6 +196,12 @@ def is_upstream_module(file: Path) -> bool:
     return any(name == path or name.startswith(f"{path}/") for path in UPSTREAM_MODULES)
 
 
+@cache
+def parse_all() -> dict[Path, ast.Module]:
+    """The syntax tree of every module, made when a test wants it: every worker imports this file."""
+    return {file: ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
+
+
 def relative(file: Path) -> str:
     return str(file.relative_to(ROOT))
 
@@ -212,7 +217,7 @@ def walk_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctio
 
 
 def public_classes() -> Iterator[tuple[Path, str]]:
-    for file, tree in TREES.items():
+    for file, tree in parse_all().items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 yield file, node.name
@@ -259,7 +264,9 @@ def test_transformers_is_imported_lazily():
                 yield node.module or ""
 
     # Its import takes longer than torch's, and most ranks and engines never need it.
-    eager = [f for f, tree in TREES.items() if any(n.split(".")[0] == "transformers" for n in top_level_imports(tree))]
+    eager = [
+        f for f, tree in parse_all().items() if any(n.split(".")[0] == "transformers" for n in top_level_imports(tree))
+    ]
     assert not [relative(file) for file in eager]
 
 
@@ -283,7 +290,7 @@ def import_graph() -> dict[str, set[str]]:
     modules = {_module_name(file): file for file in FILES}
     graph: dict[str, set[str]] = {}
     for name, file in modules.items():
-        tree = TREES[file]
+        tree = parse_all()[file]
         for_types = {
             id(inner)
             for node in ast.walk(tree)
@@ -343,7 +350,7 @@ def test_no_function_is_named_by_a_participle_alone():
 
     assert not [
         f"{relative(file)}:{node.lineno} {node.name}"
-        for file, tree in TREES.items()
+        for file, tree in parse_all().items()
         for node in walk_functions(tree)
         if is_participle(node.name)
     ]
@@ -372,7 +379,9 @@ def test_every_module_opens_with_a_sentence():
     def opening(tree: ast.Module) -> str:
         return (ast.get_docstring(tree) or "").split("\n\n")[0]
 
-    assert not [relative(f) for f, tree in TREES.items() if len(opening(tree)) < 15 or opening(tree)[-1] not in ".:?!"]
+    assert not [
+        relative(f) for f, tree in parse_all().items() if len(opening(tree)) < 15 or opening(tree)[-1] not in ".:?!"
+    ]
 
 
 def test_package_init_files_hold_only_a_docstring_and_exports():
@@ -382,7 +391,7 @@ def test_package_init_files_hold_only_a_docstring_and_exports():
             for node in tree.body
         )
 
-    assert not [relative(f) for f, tree in TREES.items() if f.name == "__init__.py" and not is_plain(tree)]
+    assert not [relative(f) for f, tree in parse_all().items() if f.name == "__init__.py" and not is_plain(tree)]
 
 
 def _is_dunder(node: ast.Assign) -> bool:
@@ -416,7 +425,7 @@ def test_functions_have_at_most_60_lines():
 
     assert not {
         f"{relative(file)}:{node.name}": length
-        for file, tree in TREES.items()
+        for file, tree in parse_all().items()
         for node in walk_functions(tree)
         if (length := (node.end_lineno or node.lineno) - first_line(node) + 1) > 60
     }
@@ -448,7 +457,7 @@ def test_no_file_names_a_path_of_this_machine():
 def test_every_except_clause_names_what_it_catches():
     assert not [
         f"{relative(file)}:{node.lineno}"
-        for file, tree in TREES.items()
+        for file, tree in parse_all().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ExceptHandler) and node.type is None
     ]
@@ -457,7 +466,7 @@ def test_every_except_clause_names_what_it_catches():
 def test_no_literal_tuple_or_list_is_unpacked_into_another():
     assert not [
         f"{relative(file)}:{node.lineno}"
-        for file, tree in TREES.items()
+        for file, tree in parse_all().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple | ast.List)
     ]
@@ -486,7 +495,7 @@ def test_one_line_assigns_no_three_unrelated_values():
 
     assert not [
         f"{relative(file)}:{node.lineno}"
-        for file, tree in TREES.items()
+        for file, tree in parse_all().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.stmt) and has_unrelated_values(node)
     ]
@@ -502,7 +511,7 @@ def test_no_code_asks_which_engine_or_trainer_it_has():
 
     classes = {
         node.name
-        for tree in TREES.values()
+        for tree in parse_all().values()
         for node in tree.body
         if isinstance(node, ast.ClassDef) and implements_protocol(node)
     }
@@ -519,7 +528,7 @@ def test_no_code_asks_which_engine_or_trainer_it_has():
 
     assert not [
         f"{relative(file)}:{node.lineno}"
-        for file, tree in TREES.items()
+        for file, tree in parse_all().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.expr | ast.pattern) and names_tested(node) & classes
     ]
@@ -580,7 +589,7 @@ def test_the_generated_list_of_exported_names_is_up_to_date(regenerate: bool):
 
 def exported_names(module: str) -> Iterator[str]:
     """Public names defined in a module, in its order."""
-    for node in TREES[SOURCE / f"{module.replace('.', '/')}.py"].body:
+    for node in parse_all()[SOURCE / f"{module.replace('.', '/')}.py"].body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             names = [node.name]
         elif isinstance(node, ast.Assign | ast.AnnAssign):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import re
 import resource
 import time
 from pathlib import Path
@@ -38,10 +39,11 @@ def mark_tiers(items: list[pytest.Item]) -> None:
         patterns = read_patterns(path)
         exact = {pattern for pattern in patterns if not set(pattern) & set("*?")}
         globs = [pattern.replace("[", "[[]") for pattern in patterns if set(pattern) & set("*?")]
+        matches_glob = re.compile("|".join(map(fnmatch.translate, globs)) or "(?!)").match
         for item in items:
             node_id = item.nodeid
             names = (node_id, node_id.split("[")[0], node_id.split("::")[0])
-            if exact.intersection(names) or any(fnmatch.fnmatchcase(node_id, glob) for glob in globs):
+            if exact.intersection(names) or matches_glob(node_id):
                 item.add_marker(mark)
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
