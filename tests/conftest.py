@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,10 @@ from tests.tiers import (
 # Triton reads this when a kernel is first imported, which is before any test runs.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell starts background jobs with interrupts ignored, and tests interrupt runs that would go on for ever otherwise.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: how long an example takes depends on the machine, not on the code.
 settings.register_profile("extended", deadline=None, suppress_health_check=[HealthCheck.too_slow])
