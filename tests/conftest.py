@@ -21,9 +21,10 @@ from tests.tiers import (
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# A shell starts background jobs with interrupts ignored, and tests interrupt runs that would go on for ever otherwise.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell starts background jobs with interrupts ignored, nohup ignores hangups, and tests end endless runs by these.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 # No deadline: how long an example takes depends on the machine, not on the code.
 settings.register_profile("extended", deadline=None, suppress_health_check=[HealthCheck.too_slow])
