@@ -18,7 +18,7 @@ import torch
 from torch import distributed as dist
 
 _TIMEOUT = timedelta(seconds=180)
-PRELOADED = ["tests.launch.small_run", "tests.models.small_families.small"]
+PRELOADED = ["tests.launch.small_run", "tests.models.small_families.small", "tests.launch.preloaded"]
 """Slow imports, done once in the fork server of all ranks and commands."""
 _pool: list[tuple[BaseProcess, Connection]] = []
 
