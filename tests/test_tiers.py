@@ -1,6 +1,7 @@
 """The lists of extended and slow tests name tests that exist."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,14 @@ def test_every_listed_test_exists(path: Path):
             continue
         where, _, name = pattern.partition("::")
         file = ROOT / where
-        functions = (
-            {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
-            if file.is_file()
-            else set()
-        )
-        if not file.is_file() or (name and name.split("[")[0] not in functions):
+        if not file.is_file() or (name and name.split("[")[0] not in list_functions(file)):
             missing.append(pattern)
     assert not missing
+
+
+@cache
+def list_functions(file: Path) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
 
 
 def test_the_default_run_caps_hypothesis_examples():
