@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.models.each_kind import each_kind
 from tests.models.oracle import (
     KINDS,
     assemble,
@@ -36,7 +37,7 @@ def off_by(decoder: Decoder) -> float:
     return 3e-5 if any(getattr(layer.mixer, "scale", None) == 1.0 for layer in decoder.spec.layers) else 1e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_logits_equal_those_of_transformers_on_a_ragged_batch(kind):
     model = hf_model(kind)
     decoder = twin(model)
@@ -132,7 +133,7 @@ def test_bfloat16_is_as_close_to_the_truth_as_transformers_is():
     assert ours_off <= 1.2 * theirs_off
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_the_meta_device_builds_a_decoder_with_exactly_the_parameters_of_the_names_table(kind):
     spec = twin(hf_model(kind)).spec
     decoder = Decoder(spec, device="meta", dtype=torch.float32)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.models.each_kind import each_kind
 from tests.models.oracle import KINDS, our_logits, tokens_of
 from tests.models.small_families.small import SMALL
 
@@ -17,7 +18,7 @@ def spec(kind):
     return spec_from_config(config | {"architectures": [wanted.model.__name__]})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_a_fresh_model_computes_and_knows_nothing_yet(kind):
     decoder = hf.init_random(spec(kind), seed=0, device="cpu", dtype=torch.float32)
     for module in decoder.modules():

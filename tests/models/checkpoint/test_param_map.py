@@ -1,14 +1,14 @@
 """The names table: a bijection between our tensors and Hugging Face's."""
 
-import pytest
 import torch
-from tests.models.oracle import KINDS, hf_model, published, saved, twin, used
+from tests.models.each_kind import each_kind
+from tests.models.oracle import hf_model, published, saved, twin, used
 
 from miles.models.checkpoint import param_map
 from miles.models.checkpoint.hf import iter_hf_tensors
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_pieces_tile_each_of_our_tensors_exactly_once(kind):
     spec = twin(hf_model(kind)).spec
     for ours, pieces in param_map.build_param_map(spec).items():
@@ -20,7 +20,7 @@ def test_pieces_tile_each_of_our_tensors_exactly_once(kind):
         assert torch.equal(covered, torch.ones_like(covered)), ours
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_hf_tensors_are_transformers_own_tensors_by_name_and_value(kind):
     model = hf_model(kind)
     spec = twin(model).spec

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.models.each_kind import each_kind
 from tests.models.oracle import KINDS, positions_of, relative, tokens_of
 from tests.models.small_families.small import SMALL
 from tests.tiers import examples
@@ -124,7 +125,7 @@ def test_ranks_give_together_what_the_whole_decoder_gives(kind):
         assert all(torch.equal(a, b) for a, b in zip(one.recorded, many.recorded, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_slices_fit_the_smaller_decoder_and_gather_to_the_whole(kind):
     decoder = whole(kind)
     spec = decoder.spec
