@@ -8,6 +8,8 @@ TRACKERS := .venv-trackers
 RELEASE := .venv-release
 # Parallel test processes; each computes on one thread, so that they do not compete for cores.
 WORKERS ?= 2
+# Extended tests also wait: for servers, for deadlines, for runs in other processes.
+EXTENDED_WORKERS ?= 3
 # Tests start hundreds of processes; without byte code on disk each would compile this package again.
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -62,7 +64,7 @@ test: $(VENV)/.installed-dev
 	$(PYTEST) -n $(WORKERS) --dist worksteal --cpu-limit 3 -m "not extended and not slow and $(PLAIN)" $(ARGS)
 
 test-extended: $(VENV)/.installed-dev
-	MILES_TEST_TIER=extended $(PYTEST) -n $(WORKERS) --dist worksteal -m "(extended or property) and not slow and $(PLAIN)" $(ARGS)
+	MILES_TEST_TIER=extended $(PYTEST) -n $(EXTENDED_WORKERS) --dist worksteal -m "(extended or property) and not slow and $(PLAIN)" $(ARGS)
 
 test-slow: $(VENV)/.installed-dev
 	MILES_TEST_TIER=extended $(BIN)/python -m pytest -m "slow and $(PLAIN)" $(ARGS)
