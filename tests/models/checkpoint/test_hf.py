@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.models.each_kind import each_kind
 from tests.models.oracle import KINDS, hf_model, published, twin, used
 from transformers import AutoModelForCausalLM
 
@@ -174,7 +175,7 @@ def equal(some, others):
     assert all(some[name].dtype == others[name].dtype and torch.equal(some[name], others[name]) for name in some)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_what_transformers_saved_comes_back_to_the_bit(kind, tmp_path):
     """Saved by transformers, loaded here, exported here, loaded by transformers."""
     model = hf_model(kind)
