@@ -31,6 +31,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 OPTIONS = ROOT / "tests" / "options.txt"
 EXPORTED = ROOT / "tests" / "exported.txt"
 VOCABULARY = ROOT / "tests" / "vocabulary.txt"
+BLOCKS = ("body", "orelse", "handlers", "finalbody", "cases")
 HEAVY = (
     *("torch", "numpy", "transformers", "rich", "yaml", "pyarrow", "matplotlib", "safetensors", "pydantic"),
     *("PIL", "http.client", "urllib.request"),
@@ -284,24 +285,25 @@ def test_help_and_usage_errors_import_nothing_heavy():
     assert run.returncode == 0, run.stderr
 
 
+def walk_statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """All statements, those of functions and classes included, and none that is for types alone."""
+    nodes: list[ast.AST] = [tree]
+    while nodes:
+        node = nodes.pop()
+        yield node
+        is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for name in BLOCKS[1:] if is_for_types else BLOCKS:
+            nodes.extend(getattr(node, name, ()))
+
+
 @cache
 def import_graph() -> dict[str, set[str]]:
     """Module to the modules of ours it imports, function-local imports included; imports for types alone are not."""
     modules = {_module_name(file): file for file in FILES}
     graph: dict[str, set[str]] = {}
     for name, file in modules.items():
-        tree = parse_all()[file]
-        for_types = {
-            id(inner)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-            for statement in node.body
-            for inner in ast.walk(statement)
-        }
         found: set[str] = set()
-        for node in ast.walk(tree):
-            if id(node) in for_types:
-                continue
+        for node in walk_statements(parse_all()[file]):
             if isinstance(node, ast.ImportFrom) and node.module:
                 qualified = [f"{node.module}.{alias.name}" for alias in node.names]
                 found |= {q if q in modules else node.module for q in qualified}
