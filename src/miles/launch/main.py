@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if status is None:  # an error of the program
             if argv is not None:
                 raise
-            sys.excepthook(*sys.exc_info())
+            sys.excepthook(type(error), error, error.__traceback__)
         code = 1 if status is None else status
     if argv is None:  # the process ends now
         _end_process(code)
