@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -354,16 +353,20 @@ def build_group_samples(
     trained: list[bool] = []
     values: list[float] = []
     for trajectory, advantage, author in zip(trajectories, advantages, trained_authors, strict=True):
-        for span in chain.from_iterable(trajectory.branches):
-            spans.append(span)
-            trained.append(span.author is author)
-            values.append(advantage if span.author is author else 0.0)
+        for branch in trajectory.branches:
+            for span in branch:
+                is_trained = span.author is author
+                spans.append(span)
+                trained.append(is_trained)
+                values.append(advantage if is_trained else 0.0)
     arrays = _concat_token_arrays(spans, trained, values)
     samples: list[Sample] = []
     end = 0
     for trajectory in trajectories:
         for branch in trajectory.branches:
             start, end = end, end + sum([len(span.tokens) for span in branch])
+            policies = [span.version.policy for span in branch if span.version is not None]
+            has_images = bool([span for span in branch if span.images])
             samples.append(
                 Sample(
                     prompt_id=prompt_id,
@@ -373,11 +376,11 @@ def build_group_samples(
                     logprobs=arrays.logprobs[start:end],
                     advantages=arrays.advantages[start:end],
                     versions=arrays.versions[start:end],
-                    policy=next((s.version.policy for s in branch if s.version is not None), "actor"),
+                    policy=policies[0] if policies else "actor",
                     samples_per_trajectory=len(trajectory.branches),
                     reward=0.0 if trajectory.reward is None else trajectory.reward.value,
                     extras=_concat_extras(branch),
-                    images=join_images([(len(span.tokens), span.images) for span in branch]),
+                    images=join_images([(len(span), span.images) for span in branch]) if has_images else (),
                 )
             )
     return samples
@@ -424,7 +427,7 @@ def _concat_token_arrays(spans: Sequence[Span], trained: Sequence[bool], advanta
 
 def _concat_extras(branch: Sequence[Span]) -> dict[str, Array]:
     """Concatenate each named array over the branch, with ``missing_values_like`` for spans that lack it."""
-    patterns = {name: values for s in branch for name, values in s.extras.items()}
+    patterns = {name: values for s in branch if s.extras for name, values in s.extras.items()}
     return {
         name: np.concatenate(
             [s.extras[name] if name in s.extras else missing_values_like(values, len(s)) for s in branch]

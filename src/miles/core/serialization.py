@@ -32,7 +32,7 @@ _ALIGNMENT = 8
 # dtype kinds that may be sent: no objects, no text, no structures.
 _NUMBERS = frozenset("biuf")
 _JSON_TYPES = frozenset((str, int, float, bool, type(None)))
-_ENCODER = json.JSONEncoder(separators=(",", ":"))
+_ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)  # it encodes trees built here
 
 
 class SerializationError(MilesError):

@@ -79,8 +79,7 @@ class Span:
             if self.author is Author.POLICY:
                 raise ValueError("a POLICY span has no images")
             check_placement(self.images, n)
-        sampled = self.author is Author.POLICY
-        if (self.logprobs is not None, self.version is not None) != (sampled, sampled):
+        if not (self.author is Author.POLICY) == (self.logprobs is not None) == (self.version is not None):
             raise ValueError("logprobs and version must be set on POLICY spans and only there")
         if self.tokens.dtype != np.int32:
             raise ValueError(f"tokens must be int32, not {self.tokens.dtype}")
@@ -233,10 +232,9 @@ class Sample:
         n = len(self.tokens)
         if self.images:
             check_placement(self.images, n)
-        _check_length("mask", self.mask, n)
-        _check_length("logprobs", self.logprobs, n)
-        _check_length("advantages", self.advantages, n)
-        _check_length("versions", self.versions, n)
+        if not n == len(self.mask) == len(self.logprobs) == len(self.advantages) == len(self.versions):
+            for name in ("mask", "logprobs", "advantages", "versions"):
+                _check_length(name, getattr(self, name), n)
         for name, values in self.extras.items():
             _check_length(name, values, n)
         if n and self.mask[0]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from typing import Any
 
@@ -156,8 +156,7 @@ def _group(group: Group) -> Record:
 
 def _versions(trajectory: Trajectory) -> list[int]:
     """Return the version numbers that sampled a trajectory, ascending."""
-    versions = {span.version for branch in trajectory.branches for span in branch if span.version is not None}
-    return sorted({version.number for version in versions})
+    return sorted({s.version.number for branch in trajectory.branches for s in branch if s.version is not None})
 
 
 def _batch(batch: Batch) -> Record:
@@ -174,9 +173,11 @@ def group_digest(group: Group) -> str:
     pieces: list[bytes] = []
     for t in group.trajectories:
         for number, branch in enumerate(t.branches):
+            place = f"{t.index}/{number}/".encode()
             for span in branch:
-                pieces += (f"{t.index}/{number}/".encode(), _describe_origin(span.author, span.version))
-                pieces += _encode_arrays((span.tokens,) if span.logprobs is None else (span.tokens, span.logprobs))
+                pieces += (place, _describe_origin(span.author, span.version), *_encode_array(span.tokens))
+                if span.logprobs is not None:
+                    pieces += _encode_array(span.logprobs)
     return hashlib.sha256(b"".join(pieces)).hexdigest()
 
 
@@ -185,20 +186,17 @@ def batch_digest(batch: Batch) -> str:
     digest = hashlib.sha256()
     for s in batch.samples:
         pieces = [f"{s.prompt_id}/{s.trajectory}/{s.policy}/{s.samples_per_trajectory}/".encode()]
-        pieces += _encode_arrays((s.tokens, s.mask, s.logprobs, s.advantages, s.versions))
+        for values in (s.tokens, s.mask, s.logprobs, s.advantages, s.versions):
+            pieces += _encode_array(values)
         digest.update(b"".join(pieces))
     return digest.hexdigest()
 
 
-def _encode_arrays(arrays: Iterable[Array]) -> Iterator[bytes]:
-    """Yield what is hashed of arrays: type, shape and values, in the same byte order on every machine."""
-    for values in arrays:
-        yield _describe_array(values.dtype, values.shape)
-        yield (values if _is_little_endian(values) else values.astype(_little_endian(values.dtype))).tobytes()
-
-
-def _is_little_endian(values: Array) -> bool:
-    return sys.byteorder == "little" and values.dtype.isnative
+def _encode_array(values: Array) -> tuple[bytes, bytes]:
+    """Return what is hashed of an array: type and shape, and the values in the same byte order on every machine."""
+    if sys.byteorder != "little" or not values.dtype.isnative:
+        values = values.astype(_little_endian(values.dtype))
+    return _describe_array(values.dtype, values.shape), values.tobytes()
 
 
 @lru_cache(4096)

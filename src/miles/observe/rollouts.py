@@ -44,7 +44,7 @@ AUTHORS: Mapping[Author, int] = {Author.PROMPT: 0, Author.POLICY: 1, Author.ENV:
 FORMAT_VERSION = "2"
 """Current file format; files of format 1 lack parts of a group."""
 CODEC = Codec(CORE_TYPES)
-_PLAIN_TYPES = (str, int, float, bool, type(None))
+_PLAIN_TYPES = frozenset((str, int, float, bool, type(None)))
 """Types that can always be serialized."""
 
 
@@ -245,7 +245,8 @@ def get_branch_policy(trajectory: Trajectory, branch: int) -> str | None:
     """Return the policy that sampled a branch: its role in multi-agent runs, None if no policy sampled any token."""
     if ROLES in trajectory.metadata:
         return str(trajectory.metadata[ROLES][branch])
-    return next((span.version.policy for span in trajectory.branches[branch] if span.version is not None), None)
+    policies = [span.version.policy for span in trajectory.branches[branch] if span.version is not None]
+    return policies[0] if policies else None
 
 
 def compute_sample_digest(sample: Sample) -> str:
@@ -428,7 +429,7 @@ def _list_parts(reward: Reward) -> list[tuple[str, float]]:
 
 def _pack_extras(branch: tuple[Span, ...], excluded_extras: frozenset[str]) -> bytes | None:
     """Pack the extras of a branch's spans; None if there are none."""
-    if not any(span.extras for span in branch):
+    if not [span for span in branch if span.extras]:
         return None
     extras = tuple({name: each for name, each in span.extras.items() if name not in excluded_extras} for span in branch)
     return CODEC.pack("extras", extras) if any(extras) else None
@@ -436,6 +437,8 @@ def _pack_extras(branch: tuple[Span, ...], excluded_extras: frozenset[str]) -> b
 
 def _format_images(branch: tuple[Span, ...]) -> str | None:
     """Return the hashes of a branch's images and their places in their spans, as JSON; the files are in ``media/``."""
+    if not [span for span in branch if span.images]:
+        return None
     images = [
         {
             "span": number,
@@ -449,7 +452,7 @@ def _format_images(branch: tuple[Span, ...]) -> str | None:
         for number, span in enumerate(branch)
         for placed in span.images
     ]
-    return json.dumps(images) if images else None
+    return json.dumps(images)
 
 
 def _pack_prompt(prompt: Prompt) -> bytes:
@@ -471,7 +474,7 @@ def _pack_metadata(metadata: Mapping[str, Any]) -> bytes:
 
 def _split_packable(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values that can be serialized, and the types of the others."""
-    if all(type(value) in _PLAIN_TYPES for value in values.values()):
+    if _PLAIN_TYPES.issuperset(map(type, values.values())):
         return dict(values), {}
     packable: dict[str, Any] = {}
     lost: dict[str, str] = {}

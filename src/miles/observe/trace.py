@@ -74,7 +74,11 @@ class TraceFile:
         first, end = round(start * 1e6), round((start + seconds) * 1e6)
         record: dict[str, object] = {"name": name, "ph": "X", "pid": self._pid, "tid": track}
         record |= {"ts": first, "dur": end - first}
-        self._write(record | ({"cat": category} if category else {}) | ({"args": dict(args)} if args else {}))
+        if category:
+            record["cat"] = category
+        if args:
+            record["args"] = dict(args)
+        self._write(record)
 
     def write_counter(self, name: str, time: float, values: Mapping[str, float]) -> None:
         """Write the values of one counter at a time."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 
 from miles.core.protocols import SamplingParams
 from miles.core.types import Author, Trajectory
@@ -51,4 +50,4 @@ def _read_sample(trajectory: Trajectory) -> bytes:
 
 
 def _sum_logprobs(trajectory: Trajectory) -> float:
-    return math.fsum(chain.from_iterable(s.logprobs.tolist() for s in trajectory.spans if s.logprobs is not None))
+    return math.fsum([x for s in trajectory.spans if s.logprobs is not None for x in s.logprobs.tolist()])

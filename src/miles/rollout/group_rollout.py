@@ -15,7 +15,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, TypedDict, TypeVar
 
 from miles.core.errors import EngineError, HookError, MilesError, describe_error, first_cause
@@ -127,6 +128,10 @@ class GroupRollout:
         self._scores = scores
         self._generate = generate
         self._sampling = sampling
+        # As ``replace`` with a seed, without reading all fields for every trajectory.
+        self._sampling_with_seed = partial(
+            SamplingParams, **{f.name: getattr(sampling, f.name) for f in fields(sampling) if f.name != "seed"}
+        )
         self._group_size = group_size
         self._seed_fn = seed_fn
         self._reward = reward
@@ -198,7 +203,7 @@ class GroupRollout:
     async def _run_trajectory(self, prompt: Prompt, index: int, previous: Trajectory | None) -> Trajectory:
         if previous is not None and previous.status is not Status.ABORTED:
             return previous
-        sampling = replace(self._sampling, seed=self._seed_fn(prompt, index))
+        sampling = self._sampling_with_seed(seed=self._seed_fn(prompt, index))
         started, earlier = self._clock(), previous.times.get("generate", 0.0) if previous is not None else 0.0
         trajectory = await self._generate_trajectory(prompt, sampling, previous)
         ended = self._clock()
@@ -237,14 +242,20 @@ class GroupRollout:
     ) -> Trajectory:
         """Generate a trajectory from its beginning, or from where it was interrupted."""
         while True:
-            async with self._limiter.sample() if self._limiter else nullcontext():
-                if previous is not None and previous.response_length and isinstance(self._generate, ResumableGenerate):
-                    previous = await self._generate.resume(prompt, previous, self._engine, sampling)
-                else:
-                    previous = await self._generate(prompt, self._engine, sampling)
+            if self._limiter is None:
+                previous = await self._continue(prompt, sampling, previous)
+            else:
+                async with self._limiter.sample():
+                    previous = await self._continue(prompt, sampling, previous)
             # A weight update may abort running requests, which are still wanted.
             if not (self._retry_aborted and previous.status is Status.ABORTED and not self._engine.interrupted):
                 return previous
+
+    def _continue(self, prompt: Prompt, sampling: SamplingParams, previous: Trajectory | None) -> Awaitable[Trajectory]:
+        """Resume a trajectory that has tokens, where that is possible; else start it."""
+        if previous is not None and previous.response_length and isinstance(self._generate, ResumableGenerate):
+            return self._generate.resume(prompt, previous, self._engine, sampling)
+        return self._generate(prompt, self._engine, sampling)
 
     async def _score_together(
         self, group_reward: GroupRewardFn, prompt: Prompt, trajectories: Sequence[Trajectory]

@@ -32,6 +32,7 @@ from miles.models.accounting.utilization import UtilizationMeter
 from miles.observe.start_timer import StartTimer
 
 _ACCEPTED = "speculative/accept_length"
+_AUTHORS = tuple(Author)
 
 
 class StepRates:
@@ -134,7 +135,7 @@ def count_workload(groups: Sequence[Group], *, shared: float = 0.0) -> StepWorkl
         prompt = 0
         sampled: list[int] = []
         for branch in (branch for trajectory in group.trajectories for branch in trajectory.branches):
-            counts = dict.fromkeys(Author, 0)
+            counts = dict.fromkeys(_AUTHORS, 0)
             for span in branch:
                 counts[span.author] += len(span.tokens)
             from_prompt, from_policy, from_env = counts.values()

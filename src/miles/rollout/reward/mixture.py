@@ -128,7 +128,7 @@ def resolve_rm_type(prompt: Prompt, default: str) -> str:
 
 def combine_rewards(terms: Sequence[RewardTerm], rewards: Sequence[Reward]) -> Reward:
     """Sum weighted rewards. A single reward keeps its parts as they are."""
-    value = sum(term.weight * reward.value for term, reward in zip(terms, rewards, strict=True))
+    value = sum([term.weight * reward.value for term, reward in zip(terms, rewards, strict=True)])
     if len(terms) == 1:
         return Reward(value=value, parts=rewards[0].parts)
     named: dict[str, float] = {}

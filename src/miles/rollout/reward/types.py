@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from miles.core.errors import HookError
-from miles.core.types import Prompt, Reward, Trajectory
+from miles.core.types import EMPTY, Prompt, Reward, Trajectory
 
 Score = float | Mapping[str, float]
 """One number, or several by name, of which ``score`` is the value and all are parts of the reward."""
@@ -47,6 +47,9 @@ def check_reward(reward: Any, *, source: str, prompt: Prompt, key: str | None = 
 
     ``source`` names the function. With ``key``, the part of that name becomes the value.
     """
+    is_plain = type(reward) is Reward and reward.parts is EMPTY and type(reward.value) is float
+    if is_plain and key is None and math.isfinite(reward.value):
+        return reward
     where = f"{source}: the reward of prompt {prompt.id}"
     if not isinstance(reward, Reward):  # user functions are not type-checked before they run
         raise HookError(f"{where} is {_describe(reward)}; return miles.core.types.Reward(value=...).")

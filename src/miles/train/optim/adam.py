@@ -102,11 +102,12 @@ class Adam:
         rest: list[TrainedParam] = []
         # The largest first, so that the GPU is busy while the host launches the others.
         for param in sorted(params, key=lambda p: -p.parameter.numel()):
-            grad, moments = param.grad, self._moments[param.name].slice(0, param.parameter.numel())
+            grad = param.grad
             assert grad is not None
             if param.is_own_master or not can_fuse_adamw(param.parameter, param.master, grad):
                 rest.append(param)
                 continue
+            moments = self._moments[param.name].slice(0, param.parameter.numel())
             step = self._build_step(lr, self._steps.get(param.name, 0) + 1, decayed=param.is_decayed)
             fused_adamw(param.parameter.detach(), param.master, grad, (moments[0], moments[1]), step, scale=scale)
         scale_grads(rest, scale)

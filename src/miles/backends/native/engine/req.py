@@ -287,13 +287,13 @@ class Req:
 
     def build_completion(self, unrecorded: Mapping[str, Array]) -> Completion:
         """Return the sampled tokens, one span per weight version."""
-        bounds = [*(start for start, _ in self.version_starts), len(self.logprobs)]
+        bounds = [*[start for start, _ in self.version_starts], len(self.logprobs)]
         tokens = np.array(self.tokens[self.prompt_length :], np.int32)
         logprobs = np.array(self.logprobs, np.float32)
-        found = {name: self.gather_records(name, unrecorded) for name in unrecorded}
-        records = {name: values for name, values in found.items() if values is not None}
+        found = [(name, self.gather_records(name, unrecorded)) for name in unrecorded]
+        records = {name: values for name, values in found if values is not None}
         prompt = self.prompt_length
-        spans = tuple(
+        spans = [
             Span(
                 author=Author.POLICY,
                 tokens=tokens[start:end],
@@ -302,9 +302,9 @@ class Req:
                 extras={name: values[prompt + start : prompt + end] for name, values in records.items()},
             )
             for (start, version), end in zip(self.version_starts, bounds[1:], strict=True)
-        )
+        ]
         return Completion(
-            spans=spans,
+            spans=tuple(spans),
             status=_STATUS.get(self.finish_kind, Status.ABORTED),
             finish_reason=self.finish_kind or "abort",
             cached_tokens=max(0, self.cached_tokens),

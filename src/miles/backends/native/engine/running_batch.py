@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -87,9 +88,8 @@ class TokenRecordStore:
         return out
 
 
-def get_sort_key(req: Req) -> tuple[int, int]:
-    """Return what running and waiting requests are sorted by."""
-    return req.sort_key
+get_sort_key = attrgetter("sort_key")
+"""What running and waiting requests are sorted by."""
 
 
 def insert_sorted(reqs: list[Req], req: Req) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
-from itertools import chain, count
+from itertools import count
 
 import numpy as np
 
@@ -58,12 +58,8 @@ class RequestValidator:
         """Return the state of a request that can be served; raise ``EngineError`` otherwise."""
         prompt = np.asarray(request.tokens)
         sampling, spec = request.sampling, self._spec
-        problems = chain(
-            self._check_lengths(prompt, request),
-            _check_sampling(sampling),
-            self._check_options(request),
-        )
-        if (problem := next(problems, None)) is not None:
+        problem = self._check_lengths(prompt, request) or _check_sampling(sampling) or self._check_options(request)
+        if problem is not None:
             raise EngineError(f"{self._name} cannot serve the request: {problem}")
         prompt_T = prompt.astype(np.int64)
         try:
@@ -102,24 +98,25 @@ class RequestValidator:
             req.grammar_mask_Z = pack_token_mask(request.constraint.get_allowed_tokens(), spec.vocab_size)
         return req
 
-    def _check_lengths(self, prompt: Array, request: GenerateRequest) -> Iterator[str]:
+    def _check_lengths(self, prompt: Array, request: GenerateRequest) -> str | None:
+        """Return what is wrong with the lengths; None if nothing is."""
         if prompt.ndim != 1 or len(prompt) == 0 or prompt.dtype.kind not in "iu":
-            yield f"a prompt is a non-empty list of tokens, not {prompt.dtype} of shape {prompt.shape}"
-            return
+            return f"a prompt is a non-empty list of tokens, not {prompt.dtype} of shape {prompt.shape}"
         max_new, positions = request.sampling.max_new_tokens, self._spec.max_positions
         if (token := self._find_unknown_token(prompt)) is not None:
-            yield f"token {token} is outside the vocabulary of {self._spec.vocab_size}"
+            return f"token {token} is outside the vocabulary of {self._spec.vocab_size}"
         if max_new < 0:
-            yield f"max_new_tokens is {max_new}, must be at least 0"
+            return f"max_new_tokens is {max_new}, must be at least 0"
         if len(prompt) + max_new > min(positions, self._kv_tokens):
             lengths = f"{len(prompt)} prompt tokens and max_new_tokens {max_new}"
             if len(prompt) + max_new > positions:
-                yield f"{lengths} exceed the model's {positions} positions"
+                return f"{lengths} exceed the model's {positions} positions"
             if len(prompt) + max_new > self._kv_tokens:
-                yield f"{lengths} exceed the key-value cache of {self._kv_tokens} tokens; raise --engine-kv-tokens"
+                return f"{lengths} exceed the key-value cache of {self._kv_tokens} tokens; raise --engine-kv-tokens"
         start = request.logprob_start_len
         if start is not None and not 0 <= start <= len(prompt):
-            yield f"logprob_start_len is {start}, must be between 0 and the prompt's {len(prompt)} tokens"
+            return f"logprob_start_len is {start}, must be between 0 and the prompt's {len(prompt)} tokens"
+        return None
 
     def _place_images(self, prompt_T: Ints, request: GenerateRequest) -> PromptImages:
         """Return where the images are; raise an ``EngineError`` or ``ValueError`` that says why they cannot be."""
@@ -141,21 +138,24 @@ class RequestValidator:
                 )
         return images
 
-    def _check_options(self, request: GenerateRequest) -> Iterator[str]:
+    def _check_options(self, request: GenerateRequest) -> str | None:
+        """Return what is wrong with the options; None if nothing is."""
         if (request.sampling.stop or request.stop_regex) and not self._has_tokenizer:
-            yield "stop strings need a tokenizer, and this engine has none; use stop_token_ids"
+            return "stop strings need a tokenizer, and this engine has none; use stop_token_ids"
         if request.top_logprobs_num < 0:
-            yield f"top_logprobs_num is {request.top_logprobs_num}, must be at least 0"
+            return f"top_logprobs_num is {request.top_logprobs_num}, must be at least 0"
         if not 0 <= request.min_new_tokens <= request.sampling.max_new_tokens:
-            yield f"min_new_tokens is {request.min_new_tokens}, must be between 0 and max_new_tokens"
+            return f"min_new_tokens is {request.min_new_tokens}, must be between 0 and max_new_tokens"
         for name, tokens in (("token_ids_logprob", request.token_ids_logprob), ("logit_bias", request.logit_bias)):
             if tokens and (token := self._find_unknown_token(np.array(tuple(tokens)))) is not None:
-                yield f"{name} names token {token}, outside the vocabulary of {self._spec.vocab_size}"
-        yield from _check_penalties(request)
+                return f"{name} names token {token}, outside the vocabulary of {self._spec.vocab_size}"
+        if (problem := _check_penalties(request)) is not None:
+            return problem
         if request.min_new_tokens:
             stops = {*self._spec.eos_token_ids, *request.sampling.stop_token_ids}
             if sum(0 <= token < self._spec.vocab_size for token in stops) == self._spec.vocab_size:
-                yield "every token is a stop token, so min_new_tokens leaves none to sample"
+                return "every token is a stop token, so min_new_tokens leaves none to sample"
+        return None
 
     def _find_unknown_token(self, tokens: Array) -> int | None:
         """Return a token outside the vocabulary, if there is one."""
@@ -185,28 +185,30 @@ def _build_prompt_key(prompt_T: Ints, images: PromptImages | None, lora: ServedA
     return keys_T.tobytes() if lora is None else keys_T.tobytes() + f"lora {lora.uid}".encode()
 
 
-def _check_penalties(request: GenerateRequest) -> Iterator[str]:
+def _check_penalties(request: GenerateRequest) -> str | None:
     if request.logit_bias and not all(abs(bias) <= MAX_LOGIT_BIAS for bias in request.logit_bias.values()):
-        yield f"a logit_bias is not a number between {-MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}"
+        return f"a logit_bias is not a number between {-MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}"
     for name, value in (("frequency", request.frequency_penalty), ("presence", request.presence_penalty)):
         if not -2 <= value <= 2:
-            yield f"{name}_penalty is {value}, must be between -2 and 2"
+            return f"{name}_penalty is {value}, must be between -2 and 2"
     if not MIN_REPETITION_PENALTY <= request.repetition_penalty <= 2:
-        yield f"repetition_penalty is {request.repetition_penalty}, must be between {MIN_REPETITION_PENALTY:g} and 2"
+        return f"repetition_penalty is {request.repetition_penalty}, must be between {MIN_REPETITION_PENALTY:g} and 2"
+    return None
 
 
-def _check_sampling(sampling: SamplingParams) -> Iterator[str]:
+def _check_sampling(sampling: SamplingParams) -> str | None:
     if sampling.temperature != 0 and not GREEDY_TEMPERATURE <= sampling.temperature <= MAX_TEMPERATURE:
         bounds = f"between {GREEDY_TEMPERATURE:g} and {MAX_TEMPERATURE:g}"
-        yield f"temperature is {sampling.temperature}, must be 0 (greedy) or {bounds}"
+        return f"temperature is {sampling.temperature}, must be 0 (greedy) or {bounds}"
     if not MIN_TOP_P <= sampling.top_p <= 1:
-        yield f"top_p is {sampling.top_p}, must be between {MIN_TOP_P:g} and 1"
+        return f"top_p is {sampling.top_p}, must be between {MIN_TOP_P:g} and 1"
     if sampling.top_k != -1 and sampling.top_k < 1:
-        yield f"top_k is {sampling.top_k}, must be -1 (off) or at least 1"
+        return f"top_k is {sampling.top_k}, must be -1 (off) or at least 1"
     if not 0 <= sampling.min_p <= 1:
-        yield f"min_p is {sampling.min_p}, must be between 0 and 1"
+        return f"min_p is {sampling.min_p}, must be between 0 and 1"
     if "" in sampling.stop:
-        yield "a stop string is empty"
+        return "a stop string is empty"
+    return None
 
 
 def compute_stop_window(request: GenerateRequest) -> int:
