@@ -5,4 +5,5 @@ import sys
 from miles.launch.main import main
 
 if __name__ == "__main__":  # a rank's process reads this file too
-    sys.exit(main(["train", *sys.argv[1:]]))
+    sys.argv[1:] = ["train", *sys.argv[1:]]
+    sys.exit(main())

@@ -10,4 +10,5 @@ from miles.launch.main import main
 if __name__ == "__main__":  # a rank's process reads this file too
     given = sys.argv[1:]
     drift = any(flag.split("=")[0] == "--max-weight-staleness" for flag in given)
-    sys.exit(main(["train", *given, *(() if drift else ("--max-weight-staleness", "1"))]))
+    sys.argv[1:] = ["train", *given, *(() if drift else ("--max-weight-staleness", "1"))]
+    sys.exit(main())

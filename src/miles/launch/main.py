@@ -6,6 +6,7 @@ Nothing heavy is imported here: each command imports what it needs when it is ca
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import signal
 import sys
@@ -83,6 +84,8 @@ def _end_process(code: int) -> None:
     run any more to end it. What is left is the operating system's to free.
     """
     threading.Thread(target=_exit_later, args=(code,), daemon=True).start()
+    if sys.__stderr__ is not None:  # where no Python thread runs, as an exit function holds the interpreter's lock
+        faulthandler.dump_traceback_later(2 * _EXIT_SECONDS, file=sys.__stderr__, exit=True)
     try:
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
         atexit._run_exitfuncs()
