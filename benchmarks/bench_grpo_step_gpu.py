@@ -93,14 +93,20 @@ def show(first: float, steps: list[dict[str, float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Further flags of miles train follow --.",
+    )
     parser.add_argument("tokenizer", type=Path)
     parser.add_argument("--model", default="Qwen3-0.6B")
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--response-len", type=int, default=256)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("flags", nargs="*", help="further flags of miles train, after --")
-    args = parser.parse_args()
+    words = sys.argv[1:]
+    own = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:own])
+    args.flags = words[own + 1 :]
     with tempfile.TemporaryDirectory() as folder:
         show(*run_steps(args, Path(folder)))
 
