@@ -58,11 +58,12 @@ def test_experts_without_a_kernel_need_the_memory_of_the_whole_stack():
     workspace = quantize_workspace_bytes(spec, size=2, fused=True)
     assert workspace == pytest.approx(16.2 * stack)
     assert quantize_workspace_bytes(spec, size=2, fused=True, experts=8) == pytest.approx(workspace / 8)
-    # It is needed when the logits of the step's end are gone: two chunks of 2^28, and the gradient of the head.
-    logits = 2 * 4 * 2**28 + 4 * spec.vocab_size * spec.hidden_size
+    # It is needed when the logits of the step's end are gone: two chunks of 2^28, and the gradient of the head; and the
+    # hidden states behind the last layer, before and after their norm.
+    logits = 2 * 4 * 2**28 + 4 * spec.vocab_size * spec.hidden_size + 2 * 2 * spec.hidden_size * tokens
     wide = activation_bytes(replace(spec, quantization=None), tokens, size=2, fused=True)
     found = activation_bytes(spec, tokens, size=2, fused=True)
-    assert found - wide == pytest.approx(workspace - logits, rel=0.02)
+    assert found - wide == pytest.approx(workspace - logits, rel=0.005)
 
 
 def test_kernels_need_less_than_a_layers_activations():
