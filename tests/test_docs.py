@@ -47,7 +47,7 @@ OTHERS = {
     "--parts",
     "--cases",
     *("--workloads", "--targets", "--attention", "--hidden", "--layers", "--modes"),
-    *("--seeds", "--at-once", "--also", "--bar", "--rates", "--requests"),
+    *("--seeds", "--at-once", "--also", "--bar", "--rates", "--requests", "--prompt-len", "--response-len"),
     *("--kills", "--ray", "--namespaces", "--deterministic", "--keep", "--only"),
     *("--help", "--version", "--all", "--json", "--flags", "--no-NAME", "--rounds", "--threads", "--seconds"),
     *(
