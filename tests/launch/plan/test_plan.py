@@ -410,3 +410,12 @@ def test_a_plan_leads_with_what_was_set_and_lists_all_on_request(capsys: pytest.
     assert lines[-1].endswith("other options have their defaults; --all prints every one.")
     assert main(["plan", "good.toml", "--all"]) == 0
     assert "adam_beta2" in capsys.readouterr().out
+
+
+def test_a_step_of_one_micro_batch_says_so_of_gradients_and_activations_alone():
+    line = "--device cuda --rollout-batch-size 1 --n-samples-per-prompt 2 --rollout-max-context-len 64"
+    config, plan = planned(line)
+    spec = spec_from_config(read_config(Path(config.models.hf_checkpoint)))
+    notes = {share.name: share.note for share in estimate_memory(config, plan, spec)}
+    assert "while activations are at their widest" in notes["gradients"] and "all of a step" in notes["activations"]
+    assert notes["optimizer"].startswith("Adam: two moments")

@@ -172,8 +172,8 @@ def _estimate_policy(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Mem
     peak = _find_single_peak(config, plan, spec)
     gradients = MemoryShare(name="gradients", bytes=memory.gradients, note="float32")
     if peak is not None:
-        note = f"float32, of {format_bytes(memory.gradients)} those there while activations are at their widest"
-        gradients = MemoryShare(name="gradients", bytes=peak.gradients, note=note)
+        present = f"float32, of {format_bytes(memory.gradients)} those there while activations are at their widest"
+        gradients = MemoryShare(name="gradients", bytes=peak.gradients, note=present)
     shares = (
         _place(host, MemoryShare(name="weights", bytes=memory.weights, note=("float32" if sharded else dtype) + part)),
         _place(host, gradients),
