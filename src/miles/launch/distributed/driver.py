@@ -56,6 +56,8 @@ from miles.launch.distributed.ray_placement import get_reservation
 from miles.launch.distributed.weight_export import WeightExport, WeightExportEntry, WeightExporter, import_weights
 from miles.launch.plan.hardware import count_cores
 from miles.launch.plan.plan import Plan, build_plan, scale_batches
+from miles.models.decoder import Decoder
+from miles.models.hf_adapter.spec import HfAdapterSpec
 from miles.models.lora.adapters import LoraAdapters
 from miles.train.model_protocols import HasAdapters, ReportsTokenTime, ScoreModel, TrainModel, get_engine_weights
 from miles.train.policy_trainer import PolicyTrainer
@@ -115,15 +117,15 @@ class RankTrainer:
         self,
         trainer: PolicyTrainer | RewardModelTrainer,
         actor: TrainModel | ScoreModel,
-        dtype: torch.dtype,
-        device: torch.device,
+        checkpoint: BaseCheckpoint,
         *,
         sharded: bool = True,
     ) -> None:
         self._trainer = trainer
         self._actor = actor
-        self._dtype = dtype
-        self._device = device
+        self._dtype = checkpoint.dtype
+        self._dtypes = _list_kept_dtypes(checkpoint)
+        self._device = checkpoint.platform.device
         self._sharded = sharded
         self.commands: Mapping[str, Callable[[Any], Any]] = {
             "step": self.step,
@@ -176,14 +178,15 @@ class RankTrainer:
         _run_without_waiting(self._trainer.wake())
 
     def weights(self, keep: bool | None) -> dict[str, Tensor]:
-        """Gather every full parameter in the model's dtype, one after the other; returned if ``keep``."""
+        """Gather every full parameter in its dtype of the model, one by one; returned if ``keep``."""
         if not self._sharded:
             return get_engine_weights(self._actor)
         gathered: dict[str, Tensor] = {}
         is_frozen = isinstance(self._actor, HasAdapters)  # then its weights are not float32 masters
         with torch.no_grad():
             for name, local in get_engine_weights(self._actor).items():
-                tensor = self._actor.gather(name, local if is_frozen else local.to(self._dtype))
+                dtype = local.dtype if is_frozen else self._dtypes.get(name, self._dtype)
+                tensor = self._actor.gather(name, local.to(dtype))
                 if keep:
                     gathered[name] = tensor.to(self._device)
         return gathered
@@ -197,6 +200,19 @@ class RankTrainer:
 
     def draft_weights(self) -> Mapping[str, Tensor] | None:
         return self._trainer.draft_weights()
+
+
+def _list_kept_dtypes(checkpoint: BaseCheckpoint) -> Mapping[str, torch.dtype]:
+    """The dtypes of parameters that are not in the model's, such as correction biases and tables of experts."""
+    if isinstance(checkpoint.spec, HfAdapterSpec):
+        return {}
+    decoder = Decoder(
+        replace(checkpoint.spec, quantization=None, adapters=None),
+        device="meta",
+        dtype=checkpoint.dtype,
+        numerics=checkpoint.numerics,
+    )
+    return {name: p.dtype for name, p in decoder.named_parameters() if p.dtype != checkpoint.dtype}
 
 
 def _run_without_waiting(work: Coroutine[Any, Any, T]) -> T:
@@ -252,7 +268,7 @@ def _build_rank_trainer(
     if config.algo.loss_type == "rm_loss":
         scorer = models.reward_model()
         reward_trainer = build_reward_model_trainer(config, plan, _SyncExecutor(), models, scorer, steps=steps)
-        return RankTrainer(reward_trainer, scorer, checkpoint.dtype, checkpoint.platform.device)
+        return RankTrainer(reward_trainer, scorer, checkpoint)
     actor = models.actor()
     draft = build_draft_trainer(config, checkpoint, models.dp_group)
     trainer = build_policy_trainer(
@@ -267,7 +283,7 @@ def _build_rank_trainer(
         draft=draft,
         name=policy,
     )
-    return RankTrainer(trainer, actor, checkpoint.dtype, checkpoint.platform.device, sharded=sharded)
+    return RankTrainer(trainer, actor, checkpoint, sharded=sharded)
 
 
 def _share_cores(config: Config, ranks: int) -> None:
