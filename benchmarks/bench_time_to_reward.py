@@ -1,7 +1,7 @@
 """Wall seconds until a real model's reward reaches a bar, with Miles and with TRL's GRPOTrainer, on one GPU in one run.
 
     PYTHONPATH=src:. python benchmarks/bench_time_to_reward.py MODEL [--bar 0.35] [--max-steps 120]
-        [--sides miles trl trl:static]
+        [--sides miles trl trl:static] [-- FLAGS OF MILES TRAIN]
 
 Both start from the checkpoint MODEL (made for SmolLM2-135M-Instruct) and make the same kind of step: 64 prompts x 8
 responses of up to 64 tokens at temperature 1, one AdamW update in bf16, group-relative advantages, the same prompts in
@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -68,7 +68,7 @@ def add_step(curve: Curve, reward: float) -> None:
     print(STEP_LINE, json.dumps(curve[-1]), flush=True)
 
 
-def run_miles(model: Path, prompts: Path, steps: int, bar: float, work: Path) -> None:
+def run_miles(model: Path, prompts: Path, steps: int, bar: float, work: Path, more: Sequence[str] = ()) -> None:
     """Train with ``miles train`` until the bar."""
     from miles.core.events import Event, StepFinished
     from miles.launch.precompile.process import start_precompilation
@@ -98,7 +98,7 @@ def run_miles(model: Path, prompts: Path, steps: int, bar: float, work: Path) ->
         "--save": work,
         "--view": "plain",
     }
-    config, plan, origins = read("train", [str(word) for pair in flags.items() for word in pair])
+    config, plan, origins = read("train", [*(str(word) for pair in flags.items() for word in pair), *more])
     precompilation = start_precompilation(config)
     from miles.launch.commands.train import run
     from miles.observe.view import NullView
@@ -185,6 +185,7 @@ def measure_side(side: str, args: argparse.Namespace, prompts: Path) -> Curve:
     with tempfile.TemporaryDirectory() as work, tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, __file__, str(args.model), "--side", side, "--prompts", str(prompts)]
         command += ["--bar", str(args.bar), "--max-steps", str(args.max_steps), "--work", str(Path(work, "run"))]
+        command += ["--", *args.flags]
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
             timer = threading.Timer(args.limit_seconds, process.kill)
@@ -229,9 +230,13 @@ def main() -> None:
     parser.add_argument("--side", choices=tuple(SIDES), help=argparse.SUPPRESS)
     parser.add_argument("--prompts", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    words = sys.argv[1:]
+    own = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:own])
+    args.flags = words[own + 1 :]
     if args.side is not None:
-        SIDES[args.side](args.model, args.prompts, args.max_steps, args.bar, args.work)
+        run = partial(run_miles, more=args.flags) if args.side == "miles" else SIDES[args.side]
+        run(args.model, args.prompts, args.max_steps, args.bar, args.work)
         return
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder, "prompts.jsonl")
