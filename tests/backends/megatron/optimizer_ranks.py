@@ -72,10 +72,21 @@ def carried(
                 asyncio.run(heir.load(out / "checkpoint"))
             assert heir._optimizer.updates == 1
             if model._buffers is not None:  # all that shares memory with the weights must follow them
+                discard_grad_accumulators(model._buffers)
                 model._buffers.relocate(torch.clone)
+                model._buffers.restore_grad_hooks()
             return wanted, second(model, heir)
         finally:
             destroy_parallel_state()
+
+
+def discard_grad_accumulators(buffers: Any) -> None:
+    """Set each weight to a tensor of another dtype and back: as with one of another device, its node is gone."""
+    for chunk in buffers.ddp_chunks:
+        for parameter in chunk.module.parameters():
+            data = parameter.data
+            parameter.data = data.double()
+            parameter.data = data
 
 
 def carry_adapters(

@@ -79,6 +79,22 @@ class ParamGradBuffers:
         self.relocate(lambda flat: flat.to(device))
         for each in self.ddp_chunks:
             each.offload_grad_buffers() if offloaded else each.restore_grad_buffers()
+        if not offloaded:
+            self.restore_grad_hooks()
+
+    def restore_grad_hooks(self) -> None:
+        """Let Megatron accumulate gradients again after weights have been on another device.
+
+        Its hooks are on autograd's AccumulateGrad nodes, which torch discards when ``data`` is set to a tensor of
+        another device: without them the buffers stay zero, and nothing is learned.
+        """
+        for each in self.ddp_chunks:
+            each.grad_accs = []
+            for param in each.module.parameters():
+                if param.requires_grad:
+                    node = param.expand_as(param).grad_fn.next_functions[0][0]
+                    node.register_hook(each._make_backward_post_hook(param))
+                    each.grad_accs.append(node)
 
     @torch.no_grad()
     def relocate(self, move: Callable[[Tensor], Tensor]) -> None:
