@@ -295,6 +295,15 @@ def test_a_flat_reward_is_explained_once(metrics: dict[str, float], reason: str)
     assert pipe.text().count("All groups have equal rewards") == 1 and reason in pipe.text()
 
 
+def test_a_gradient_of_zero_is_reported_once_where_rewards_differ():
+    pipe = Pipe()
+    view = build_view("plain", stream=pipe)
+    for step, norm in ((1, 0.5), (2, 0.0), (3, 0.0)):
+        view(taken(step, [group(1, [0.0, 1.0])]))
+        view(finished(step, zero_std_ratio=0.5, grad_norm=norm))
+    assert pipe.text().count("The gradient of step") == 1 and "The gradient of step 2 is exactly 0" in pipe.text()
+
+
 def test_single_trajectories_are_no_flat_groups():
     pipe = Pipe()
     view = build_view("plain", stream=pipe)

@@ -32,7 +32,7 @@ class PlainView:
                 seconds_left = self._progress.eta()
                 eta = [] if seconds_left is None else [f"eta {format_duration(seconds_left)}"]
                 self.note(GAP.join([*(cell.text() for cell in self._progress.step_cells(event)), *eta]))
-                if reason := self._progress.explain_flat_reward(event):
+                if reason := self._progress.explain_no_learning(event):
                     self.note(reason)
             case Evaluated():
                 self.note(GAP.join(cell.text() for cell in self._progress.eval_cells(event)))

@@ -57,7 +57,7 @@ class LiveView:
                 self._update("training")
             case events.StepFinished():
                 self._print_line(self._progress.step_cells(event), self._progress.step_cells(event, brief=True))
-                self._print_message(self._progress.explain_flat_reward(event))
+                self._print_message(self._progress.explain_no_learning(event))
                 self._update("", completed=event.step)
             case events.Evaluated():
                 cells = self._progress.eval_cells(event)

@@ -49,7 +49,7 @@ class NotebookView:
                 self.show("training")
             case events.StepFinished():
                 self.note(GAP.join(cell.text() for cell in self._progress.step_cells(event)))
-                if reason := self._progress.explain_flat_reward(event):
+                if reason := self._progress.explain_no_learning(event):
                     self.note(reason)
             case events.Evaluated():
                 self.note(GAP.join(cell.text() for cell in self._progress.eval_cells(event)))

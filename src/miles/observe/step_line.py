@@ -77,7 +77,8 @@ class RunProgress:
         self._evals: dict[str, list[float]] = {}
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._group_size = 0
-        self._is_flat = False
+        # Whether all groups of the last step had equal rewards, and whether its gradient was 0 for another reason.
+        self._no_learning = (False, False)
 
     def update(self, event: Event) -> None:
         """Record an event; call it before asking for the event's line."""
@@ -136,11 +137,21 @@ class RunProgress:
             cells.append(Cell(label="took", value=f"{format_number(seconds)} s", rank=8))
         return cells
 
-    def explain_flat_reward(self, event: StepFinished) -> str | None:
-        """Why no group of a step has two different rewards, at the first such step of a sequence of them."""
-        is_flat = self._group_size > 1 and event.metrics.get("zero_std_ratio") == 1.0
-        started, self._is_flat = is_flat and not self._is_flat, is_flat
-        return _explain_equal_rewards(event.metrics) if started else None
+    def explain_no_learning(self, event: StepFinished) -> str | None:
+        """Why nothing can be learned from a step, at the first such step of a sequence of them."""
+        metrics = event.metrics
+        is_flat = self._group_size > 1 and metrics.get("zero_std_ratio") == 1.0
+        has_no_grad = not is_flat and metrics.get("zero_std_ratio", 1.0) < 1.0 and metrics.get("grad_norm") == 0.0
+        before, self._no_learning = self._no_learning, (is_flat, has_no_grad)
+        if self._no_learning == before:
+            return None
+        if has_no_grad:
+            return (
+                f"The gradient of step {event.step} is exactly 0 though rewards differ within groups: nothing was "
+                "learned. Unless a correction or a filter removed all tokens, this is a defect of the trainer; compare "
+                "with another --train-backend, and report it with the archive of miles bundle."
+            )
+        return _explain_equal_rewards(metrics) if is_flat else None
 
     def eval_cells(self, event: Evaluated) -> list[Cell]:
         """Return the line of an evaluation: every held-out set's reward and its history."""
