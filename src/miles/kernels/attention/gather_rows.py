@@ -83,12 +83,13 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_Mx: Tensor, gather: RowGather) -> Tensor:
         ctx.gather = gather
+        ctx.use_triton = use_triton(x_Mx)
         return x_Mx.index_select(0, gather.row_P)
 
     @staticmethod
     def backward(ctx: Any, grad_Px: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gather: RowGather = ctx.gather
-        if use_triton(grad_Px):
+        if ctx.use_triton:
             return sum_copies(grad_Px, gather), None
         rounds = gather.rounds
         if len(rounds) == 1 and rounds[0].shape == (1, gather.rows):

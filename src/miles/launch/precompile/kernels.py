@@ -33,7 +33,7 @@ from miles.models.decoder import Decoder
 from miles.models.resolve import resolve_spec
 from miles.models.spec import DecoderSpec
 from miles.train.logprobs import HeadOutput, compute_logprobs
-from miles.train.prefix_sharing import build_attention
+from miles.train.prefix_sharing import TreeNode, build_attention
 
 # More than a table of pages has columns for: the context limits these.
 _NUM_PAGES = 1 << 16
@@ -101,18 +101,24 @@ class RunSteps:
             runner.launch(_build_prefill(tokens, decodes, page_size=self._config.native.engine_page_size))
 
     def launch_training(self) -> None:
-        """Forward and backward pass over packed sequences."""
+        """Forward and backward pass over packed sequences, and over samples that share a prompt."""
         decoder = Decoder(self._spec, device="meta", dtype=self._dtype, numerics=self._numerics)
         temperature, chunk = self._config.rollout.rollout_temperature, self._config.train.log_probs_chunk_size
-        for tokens, with_entropy in product(_NUM_TOKENS, (False, True)):
-            lengths = (tokens // 2, tokens - tokens // 2)
+        cases: list[tuple[int, bool, bool]] = [(*case, False) for case in product(_NUM_TOKENS, (False, True))]
+        if self._config.train.share_prefix is not False:
+            cases += [(tokens, False, True) for tokens in _NUM_TOKENS]
+        for tokens, with_entropy, shares in cases:
+            lengths = (tokens // 2, tokens // 4, tokens - tokens // 2 - tokens // 4)
+            nodes = (
+                tuple(TreeNode(n, parent) for n, parent in zip(lengths, (None, 0, 0), strict=True)) if shares else ()
+            )
             positions_T = torch.cat([torch.arange(n, device=DEVICE) for n in lengths])
             tokens_T = torch.zeros(tokens, dtype=torch.int64, device=DEVICE)
-            attention = build_attention(lengths, (), DEVICE, numerics=self._numerics)
+            attention = build_attention(lengths, nodes, DEVICE, numerics=self._numerics)
             hidden_TD = decoder(tokens_T, positions_T, attention, None)
             rows_R = torch.arange(tokens // 2, device=DEVICE)
             output = HeadOutput(
-                hidden_RD=index_rows(hidden_TD, rows_R, repeated=False),
+                hidden_RD=index_rows(hidden_TD, rows_R, repeated=shares),
                 head_VD=decoder.head(),
                 softcap=self._spec.logit_softcap,
                 numerics=self._numerics,
@@ -184,19 +190,17 @@ def compile_run(config: Config, on_ready: Callable[[], object]) -> bool:
         keys = graphs.list_keys()
         # Steps with prefill launch the same kernels whatever their size.
         prefill, decode = ([key for key in keys if (key.num_tokens > 0) == has] for has in (True, False))
-        largest = [*prefill[:1], *(key for key in decode if key.batch_size == decode[0].batch_size)]
-        rest = [*prefill[-1:], *(key for key in decode if key.batch_size < decode[0].batch_size)]
+        # Graphs of all batch sizes are captured in the first rollout; one request alone has kernels of its own.
+        ends = {decode[0].batch_size, decode[-1].batch_size} if decode else set[int]()
+        early = [*prefill[:1], *(key for key in decode if key.batch_size in ends)]
+        rest = [*prefill[-1:], *(key for key in decode if key.batch_size not in ends)]
         first = (
             steps.launch_checksums,
             lambda: steps.launch_prefill(runner, decodes=0),
-            lambda: _launch_graphs(graphs, largest),
-        )
-        others = (
-            steps.launch_training,
-            steps.launch_update,
+            lambda: _launch_graphs(graphs, early),
             lambda: steps.launch_prefill(runner, decodes=2),
-            lambda: _launch_graphs(graphs, rest),
         )
+        others = (steps.launch_training, steps.launch_update, lambda: _launch_graphs(graphs, rest))
         worked = [_launch_step(step) for step in first]
         rollout = set(compiler.children)
         worked.append(_launch_step(others[0]))
