@@ -49,6 +49,7 @@ from miles.launch.essential_options import ESSENTIAL_OPTIONS
 from miles.launch.precompile.process import start_precompilation
 from miles.launch.read_config import find_run, read, read_options, read_without_rules
 from miles.launch.runtime import supervisor
+from miles.launch.runtime.gc_tuning import pause_gc
 from miles.launch.runtime.signals import StopSignal, exit_code_from_signal
 from miles.observe.output import discard_if_lost, drop_output_errors, is_reader_gone, print_error
 from miles.observe.start_timer import StartTimer, read_process_age
@@ -157,7 +158,8 @@ def _train(argv: list[str]) -> int:
             )
         supervisor.start_supervised_heartbeat()
         timer.lap("config")
-        from miles.launch.commands.train import train
+        with pause_gc():
+            from miles.launch.commands.train import train
 
         timer.lap("imports")
         precompilation = start_precompilation(config)
@@ -209,14 +211,16 @@ def _plan_model(model: str, argv: list[str], *, json: bool) -> int:
 
 def _eval(argv: list[str]) -> int:
     config, _, _ = read("eval", argv)
-    from miles.launch.commands.evaluate import evaluate
+    with pause_gc():
+        from miles.launch.commands.evaluate import evaluate
 
     return evaluate(config, find_run(Path(config.models.hf_checkpoint or ".")))
 
 
 def _chat(argv: list[str]) -> int:
     config, _, origins = read("chat", argv)
-    from miles.launch.commands.chat import chat
+    with pause_gc():
+        from miles.launch.commands.chat import chat
 
     run = find_run(Path(config.models.hf_checkpoint or "."))
     return chat(config, origins, in_run=run is not None)
@@ -224,14 +228,16 @@ def _chat(argv: list[str]) -> int:
 
 def _demo(argv: list[str]) -> int:
     options = read_options(DemoConfig, argv).demo
-    from miles.launch.commands.demo import demo
+    with pause_gc():
+        from miles.launch.commands.demo import demo
 
     with _ignoring_lost_output():
         return demo(options)
 
 
 def _serve(argv: list[str]) -> int:
-    from miles.launch.commands.serve import read_serve_config, serve
+    with pause_gc():
+        from miles.launch.commands.serve import read_serve_config, serve
 
     return serve(read_serve_config(argv))
 

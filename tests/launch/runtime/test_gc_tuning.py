@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from miles.launch.runtime.gc_tuning import MANY_TRAJECTORIES, reduce_gc
+from miles.launch.runtime.gc_tuning import MANY_TRAJECTORIES, pause_gc, reduce_gc
 
 
 class Ring:
@@ -36,3 +36,16 @@ def test_what_was_there_is_found_again_when_it_is_over():
         raise KeyError
     gc.collect()
     assert known() is None
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_pause_leaves_the_collector_as_it_was(enabled):
+    was_enabled = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(KeyError), pause_gc():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()

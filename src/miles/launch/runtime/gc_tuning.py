@@ -1,4 +1,4 @@
-"""Garbage-collector tuning: freeze what is loaded, and collect young objects less often.
+"""Garbage-collector tuning: none during imports; freeze what is loaded, and collect young objects less often.
 
 A full collection walks over all objects, also those of modules, models and compiled code; it takes a tenth of a second,
 in which a GPU may wait. A trajectory in flight is some dozens of objects that refer to each other; most others are
@@ -14,6 +14,18 @@ from contextlib import contextmanager
 MANY_TRAJECTORIES = 128
 """Trajectories in flight from which young objects are collected less often."""
 _THRESHOLD = (20_000, 20, 20)
+
+
+@contextmanager
+def pause_gc() -> Iterator[None]:
+    """Collect nothing: imports make hundreds of thousands of objects that stay, and would be walked over many times."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
