@@ -392,7 +392,7 @@ class SimulatedEngine:
         platform = Platform(kind="cuda", device=torch.device("cpu"), name="simulated", memory_bytes=0)
         config = NativeConfig(speculative_algorithm=algorithm)  # pyright: ignore[reportArgumentType]
         self._pages = PageAllocator(420_000 // config.engine_page_size, config.engine_page_size, share=True)
-        slots = ReqSlots(config.engine_max_running, -(-spec.max_positions // config.engine_page_size), spec.vocab_size)
+        slots = ReqSlots(config.max_running, -(-spec.max_positions // config.engine_page_size), spec.vocab_size)
         self.speculation = build_speculation(spec, config, platform, torch.bfloat16)
         self.own_seconds = time_speculation(self.speculation, time.thread_time) if timed else []
         self._scheduler = Scheduler(

@@ -7,6 +7,8 @@ from miles.config.option import option
 
 MAX_DRAFT_STATES = 32
 """The most drafted tokens of a step of a model with recurrent layers, each of which has a state of its own."""
+DEFAULT_MAX_RUNNING = 256
+"""Requests that an engine runs at once where nothing is known of its load."""
 HEAD_ALGORITHMS = ("mtp", "eagle3")
 """Values of --speculative-algorithm that draft with a head on the policy's hidden states."""
 
@@ -15,8 +17,12 @@ HEAD_ALGORITHMS = ("mtp", "eagle3")
 class NativeConfig:
     """Batch size, KV cache, prefill, vision and CUDA graph options of the embedded engine."""
 
-    engine_max_running: int = option(
-        256, "Maximum number of requests the embedded engine runs at once.", unit="requests", ge=1
+    engine_max_running: int | None = option(
+        None,
+        "Maximum number of requests the embedded engine runs at once; by default 256, and in a run on a GPU as many as "
+        "it has trajectories in flight, up to 512.",
+        unit="requests",
+        ge=1,
     )
     engine_page_size: int = option(16, "Tokens per page of the KV cache.", unit="tokens", ge=1)
     engine_kv_tokens: int | None = option(
@@ -115,6 +121,11 @@ class NativeConfig:
     )
 
     @property
+    def max_running(self) -> int:
+        """The maximum number of running requests; the launcher gives that of a run's engine."""
+        return DEFAULT_MAX_RUNNING if self.engine_max_running is None else self.engine_max_running
+
+    @property
     def drafts(self) -> bool:
         """Whether an engine with these options drafts tokens; ``auto`` is the launcher's to decide, and none here."""
         return self.speculative_algorithm not in ("auto", "none")
@@ -123,8 +134,8 @@ class NativeConfig:
         """Return how many recurrent states of so many bytes an engine keeps for prefixes; 0 without such states."""
         if not state_bytes or not self.engine_prefix_cache:
             return 0
-        return min(self.engine_max_running, (self.engine_state_cache_mib << 20) // state_bytes)
+        return min(self.max_running, (self.engine_state_cache_mib << 20) // state_bytes)
 
     def count_draft_states(self, recurrent: bool) -> int:
         """Return how many recurrent states an engine has besides those of requests, for drafted tokens."""
-        return min(self.engine_max_running, MAX_DRAFT_STATES) if recurrent and self.drafts else 0
+        return min(self.max_running, MAX_DRAFT_STATES) if recurrent and self.drafts else 0

@@ -26,6 +26,7 @@ from miles.launch.build.models import PolicyCheckpoint, load_model
 from miles.launch.config import Config
 from miles.launch.plan.drafts import choose_speculation, drafts_with_mtp
 from miles.launch.plan.lora import names_versions
+from miles.launch.plan.running_requests import count_running_requests
 from miles.models.base import CausalLM
 from miles.models.checkpoint import hf
 from miles.models.decoder import Decoder
@@ -59,11 +60,12 @@ def build_native_engine(
     lora = _build_version_slots(config, policy)
     if lora is not None:
         policy = replace(policy, rollout_adapters=None)
+    running = count_running_requests(config, policy.platform.kind, spec)
     return NativeEngine(
         policy.to_rollout_spec(spec),
         device=policy.platform.device,
         dtype=policy.rollout_dtype,
-        config=choose_speculation(config).apply(config.native),
+        config=choose_speculation(config).apply(replace(config.native, engine_max_running=running)),
         run=run,
         decode=policy.tokenizer.decode,
         numerics=policy.numerics,

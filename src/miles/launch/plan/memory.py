@@ -33,6 +33,7 @@ from miles.launch.plan.lora import (
     shares_reference,
 )
 from miles.launch.plan.plan import Plan
+from miles.launch.plan.running_requests import count_running_requests
 from miles.launch.plan.topology import is_distributed
 from miles.launch.rules.paths import read_spec_or_none
 from miles.models.accounting.cuda_graphs import (
@@ -493,7 +494,10 @@ def _estimate_engine_draft(
 def _estimate_states(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:
     """The states of recurrent layers, for each running request."""
     each = state_bytes_per_sequence(spec, plan.dtype)
-    running, drafts = config.native.engine_max_running, config.native.count_draft_states(spec.recurrent)
+    running, drafts = (
+        count_running_requests(config, plan.device, spec),
+        config.native.count_draft_states(spec.recurrent),
+    )
     cached = config.native.count_cached_states(each)
     note = f"of {running} requests" + (f", {drafts} drafted tokens" if drafts else "")
     note += f" and {cached} prefixes" if cached else ""
@@ -507,8 +511,9 @@ def _estimate_graphs(config: Config, plan: Plan, spec: DecoderSpec, dtype: str) 
     numerics = config.models.numerics
     if plan.device == "cpu" or several or not used or not has_decode_graphs(spec, numerics):
         return ()
-    size = graph_pool_bytes(spec, config.native.engine_max_running, dtype, numerics)
-    largest = count_prefill_graph_tokens(spec) if has_prefill_graphs(spec) else config.native.engine_max_running
+    running = count_running_requests(config, plan.device, spec)
+    size = graph_pool_bytes(spec, running, dtype, numerics)
+    largest = count_prefill_graph_tokens(spec) if has_prefill_graphs(spec) else running
     note = f"steps of up to {largest:,} tokens"
     return (MemoryShare(name="CUDA graphs", bytes=size, note=note),)
 
@@ -530,7 +535,7 @@ def estimate_kv_tokens(
     """
     if config.native.engine_kv_tokens is not None:
         return config.native.engine_kv_tokens, "--engine-kv-tokens"
-    page, running = config.native.engine_page_size, config.native.engine_max_running
+    page, running = config.native.engine_page_size, count_running_requests(config, plan.device, spec)
     part = config.native.engine_memory_fraction
     longest = resolve_context_limit(config.rollout, spec.max_positions)
     most = running * (-(-longest // page) * page)

@@ -25,6 +25,7 @@ from miles.launch.plan.layout_memory import (
 )
 from miles.launch.plan.lora import build_lora, is_unmerged
 from miles.launch.plan.plan import Plan, count_samples_per_prompt
+from miles.launch.plan.running_requests import count_running_requests
 from miles.launch.plan.topology import count_engines, is_distributed, is_remote, shares_devices
 from miles.launch.policies.config import get_main_config, get_policies
 from miles.launch.rules.paths import read_spec_or_none
@@ -188,7 +189,9 @@ def _build_engine_side(config: Config, plan: Plan, spec: DecoderSpec) -> EngineS
         numerics=models.numerics,
         engines=_count_engines(config),
         devices_each=each,
-        max_running=None if config.sglang.rollout_backend == "sglang" else config.native.engine_max_running,
+        max_running=None
+        if config.sglang.rollout_backend == "sglang"
+        else count_running_requests(config, plan.device, spec),
     )
 
 

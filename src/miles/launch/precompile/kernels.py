@@ -26,6 +26,7 @@ from miles.kernels.runtime.checksum import compute_checksums
 from miles.kernels.runtime.fake_gpu import DEVICE, Target, fake_gpu, stub_heavy_imports
 from miles.kernels.runtime.triton_compat import start_hashing_triton, use_triton_training
 from miles.launch.config import Config
+from miles.launch.plan.running_requests import count_running_requests
 from miles.launch.precompile.compiler import ParallelCompiler
 from miles.models.checkpoint import hf
 from miles.models.checkpoint.safetensors_io import read_config
@@ -82,7 +83,7 @@ class RunSteps:
             self._spec,
             num_pages=_NUM_PAGES,
             page_size=native.engine_page_size,
-            num_slots=native.engine_max_running,
+            num_slots=count_running_requests(self._config, "cuda", self._spec),
             return_routed_experts=native.engine_return_routed_experts,
             device=DEVICE,
             dtype=self._rollout_dtype,

@@ -15,6 +15,7 @@ from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.launch.plan.memory import MemoryShare, estimate_memory
 from miles.launch.plan.plan import Plan, build_plan
+from miles.launch.plan.running_requests import count_running_requests
 from miles.launch.plan.topology import count_engines, get_world_size, is_remote, shares_devices
 from miles.launch.policies.config import get_policies
 from miles.launch.recipes.catalog import Hardware, Recipe, parse_recipe
@@ -135,7 +136,7 @@ def _count_requests(config: Config, plan: Plan, spec: DecoderSpec, free: int) ->
     length = resolve_context_limit(config.rollout, spec.max_positions)
     each = length * kv_bytes_per_token(shard, dtype, config.models.numerics) + state_bytes_per_sequence(shard, dtype)
     fits = max(0, int(free * config.native.engine_memory_fraction)) // max(1, each)
-    return min(fits, config.native.engine_max_running)
+    return min(fits, count_running_requests(config, plan.device, spec))
 
 
 def _estimate_host(
@@ -169,7 +170,7 @@ def _find_memory_problems(fit: RecipePlan, hardware: Hardware) -> Iterator[str]:
     for phase, size in (("training", fit.training), ("sampling", fit.sampling)):
         if size > fit.usable:
             yield f"{phase} takes {size / 1e9:.0f} GB of a GPU, but {fit.usable / 1e9:.0f} GB of {name} are usable"
-    wanted = min(MIN_REQUESTS, fit.plan.samples_per_step, fit.config.native.engine_max_running)
+    wanted = min(MIN_REQUESTS, fit.plan.samples_per_step, fit.config.native.max_running)
     if fit.plan.samples and fit.requests < wanted:
         yield f"the KV cache has room for {fit.requests} sequences of full length, and {wanted} is the least"
     if fit.host > hardware.host_gb * 1e9:

@@ -237,7 +237,7 @@ class NativeEngine:
         max_pages = min(pages.total, -(-self.spec.max_positions // pages.size))
         return RunningBatch(
             pages,
-            ReqSlots(config.engine_max_running, max_pages, self.spec.vocab_size, lora_slots),
+            ReqSlots(config.max_running, max_pages, self.spec.vocab_size, lora_slots),
             share_prefill=config.engine_prefix_cache,
             records={name: TokenRecordStore(none, pages.total, pages.size) for name, none in unrecorded.items()},
             clock=clock,

@@ -68,7 +68,7 @@ def compute_kv_tokens(
     The keys of a draft model of ``draft_spec`` take memory beside the policy's, and so do ``lora_bytes`` of adapters.
     """
     size, fraction, chunk = config.engine_page_size, config.engine_memory_fraction, config.engine_prefill_chunk
-    if min(size, config.engine_max_running, 1 if chunk is None else chunk) < 1:
+    if min(size, config.max_running, 1 if chunk is None else chunk) < 1:
         raise UsageError("--engine-page-size, --engine-max-running and --engine-prefill-chunk must be at least 1")
     if not 0 < fraction <= 1:
         raise UsageError(f"--engine-memory-fraction is {fraction}, must be above 0 and at most 1")
@@ -92,12 +92,12 @@ def compute_kv_tokens(
             f"leaves {budget / 2**30:.1f} GiB; lower --max-loras-per-batch or --max-lora-rank"
         )
     budget -= lora_bytes
-    num_states = config.engine_max_running + config.count_draft_states(spec.recurrent)
+    num_states = config.max_running + config.count_draft_states(spec.recurrent)
     num_states += count_cached_states(spec, config, dtype)
     state_bytes = num_states * state_bytes_per_sequence(spec, dtype_name)
     if state_bytes > budget:
         raise UsageError(
-            f"the recurrent states of --engine-max-running {config.engine_max_running} requests, their drafts and "
+            f"the recurrent states of --engine-max-running {config.max_running} requests, their drafts and "
             f"prefixes take {state_bytes / 2**30:.1f} GiB, but {fraction:.0%} of the free memory is "
             f"{budget / 2**30:.1f} GiB; lower --engine-max-running or --engine-state-cache-mib"
         )
@@ -105,4 +105,4 @@ def compute_kv_tokens(
     if draft_spec is not None:
         each += kv_bytes_per_token(draft_spec, dtype_name, numerics)
     tokens = (budget - state_bytes) // max(1, each)
-    return max(size, min(tokens, config.engine_max_running * (-(-spec.max_positions // size) * size)))
+    return max(size, min(tokens, config.max_running * (-(-spec.max_positions // size) * size)))

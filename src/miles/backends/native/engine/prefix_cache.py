@@ -170,6 +170,6 @@ def build_page_allocator(config: NativeConfig, num_pages: int, num_states: int |
     """
     states: StateCache | None = None
     if num_states is not None:
-        states = StateCache(config.engine_max_running + config.count_draft_states(True), num_states)
+        states = StateCache(config.max_running + config.count_draft_states(True), num_states)
     share = config.engine_prefix_cache and num_states != 0
     return PageAllocator(num_pages, config.engine_page_size, share=share, states=states)

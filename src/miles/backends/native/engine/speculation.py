@@ -470,6 +470,6 @@ def build_speculation(
         cost=cost,
         page_size=config.engine_page_size,
         adaptive=config.speculative_adaptive,
-        max_rows=config.engine_max_running,
+        max_rows=config.max_running,
         max_draft_rows=config.count_draft_states(True) if spec.recurrent else None,
     )
