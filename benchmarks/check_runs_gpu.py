@@ -86,7 +86,7 @@ NEWEST = (
     *("deepseek v4", "hybrid glm 5.3 flash", "minimax-m3", "gemma3n", "ernie 4.5 moe", "hunyuan moe"),
     *("mistral 4", "gemma4 with experts"),
 )
-MEGATRON_KINDS = ("qwen3", "qwen3 moe normalised", "kimi k2")
+MEGATRON_KINDS = ("qwen3", "qwen3 moe normalised", "kimi k2", "deepseek v4", "hybrid qwen4")
 SHORT_INDEXER = (("index_topk", 4),)
 UNTIED = (("tie_word_embeddings", False),)
 NAMED = ("--no-lora-merge", "--lora-versions", "2", *ADAPTER)
