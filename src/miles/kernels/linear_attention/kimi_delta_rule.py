@@ -108,6 +108,7 @@ class _DecayedScores(torch.autograd.Function):
             out_NHCC[:, :, start:stop, start:stop] = torch.einsum(
                 "nhijk,nhjk->nhij", q_NHSk.unsqueeze(3) * within_NHSSk, k_NHSk
             )
+            del within_NHSSk  # sixteen times the sub-block's keys: not beside the next one's
             if start:
                 after_NHSk, before_NHPk = _decay_across(total_NHCk, start, stop, q_NHCk.dtype)
                 out_NHCC[:, :, start:stop, :start] = (q_NHSk * after_NHSk) @ (k_NHCk[:, :, :start] * before_NHPk).mT
@@ -126,6 +127,7 @@ class _DecayedScores(torch.autograd.Function):
             within_NHSSk *= grad_NHCC[:, :, start:stop, start:stop].unsqueeze(-1)
             q_grad_NHCk[:, :, start:stop] += torch.einsum("nhijk,nhjk->nhik", within_NHSSk, k_NHSk)
             k_grad_NHCk[:, :, start:stop] += torch.einsum("nhijk,nhik->nhjk", within_NHSSk, q_NHSk)
+            del within_NHSSk
             if start:
                 after_NHSk, before_NHPk = _decay_across(total_NHCk, start, stop, q_NHCk.dtype)
                 grad_NHSP = grad_NHCC[:, :, start:stop, :start]
