@@ -45,7 +45,7 @@ from miles.models.accounting.params import forward_flops_per_token, parameter_co
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
 from miles.models.lora.targets import LoraSpec, select_targets
-from miles.models.spec import DecoderSpec, LayerSpec, MoeSpec
+from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MoeSpec
 from miles.train.config import TrainConfig
 from miles.train.policy_trainer import PolicyTrainer
 
@@ -58,16 +58,18 @@ LONG = 8192
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A published model, its last ``layers`` layers (0: all), at most ``experts`` experts, and the micro-batch.
+    """A published model without its vision tower, ``layers`` of its layers (0: all), at most ``experts`` experts, and
+    the micro-batch.
 
-    ``adapters`` are the targets that are trained instead of the weights, merged or ``unmerged``. Samples are of
-    ``length`` tokens, and a step has ``batches`` micro-batches.
+    The layers are those from ``start`` on, or the last ones. ``adapters`` are the targets that are trained instead of
+    the weights, merged or ``unmerged``. Samples are of ``length`` tokens, and a step has ``batches`` micro-batches.
     """
 
     name: str
     tokens: int
     checkpointing: bool = False
     layers: int = 0
+    start: int | None = None
     experts: int = 0
     adapters: str = ""
     unmerged: bool = False
@@ -76,8 +78,10 @@ class Case:
 
     def spec(self) -> DecoderSpec:
         spec = spec_from_config(load_known_models()[self.name])
-        layers = tuple(_cut_experts(layer, self.experts) for layer in spec.layers[-self.layers :])
-        return replace(spec, layers=layers, max_positions=max(spec.max_positions, self.length))
+        start = (spec.num_layers - self.layers if self.layers else 0) if self.start is None else self.start
+        stop = start + self.layers if self.layers else spec.num_layers
+        layers = tuple(_move_source(_cut_experts(layer, self.experts), start) for layer in spec.layers[start:stop])
+        return replace(spec, layers=layers, max_positions=max(spec.max_positions, self.length), vision=None)
 
     def train_config(self) -> TrainConfig:
         return TrainConfig(max_tokens_per_gpu=self.tokens, gradient_checkpointing=self.checkpointing)
@@ -90,6 +94,7 @@ class Case:
 
     def label(self) -> str:
         cut = f", {self.layers} layers" if self.layers else ""
+        cut += "" if self.start is None else f" from {self.start}"
         cut += f", {self.experts} experts" if self.experts else ""
         form = f", {'unmerged ' * self.unmerged}adapters on {self.adapters}" if self.adapters else ""
         form = f"{', checkpointing' if self.checkpointing else ''}{form}"
@@ -101,6 +106,14 @@ def _cut_experts(layer: LayerSpec, experts: int) -> LayerSpec:
     if not experts or not isinstance(layer.ffn, MoeSpec):
         return layer
     return replace(layer, ffn=replace(layer.ffn, num_experts=min(experts, layer.ffn.num_experts)))
+
+
+def _move_source(layer: LayerSpec, start: int) -> LayerSpec:
+    """Number the layer whose keys and values this one reads from the first layer that is kept."""
+    mixer = layer.mixer
+    if not isinstance(mixer, AttentionSpec) or mixer.kv_source is None:
+        return layer
+    return replace(layer, mixer=replace(mixer, kv_source=mixer.kv_source - start))
 
 
 CASES = (
@@ -129,6 +142,28 @@ CASES = (
     Case("Qwen3-Next-80B-A3B", 32768, checkpointing=True, layers=4, experts=64, length=16384),
     Case("Qwen3-4B", 8192, batches=1),
     Case("Qwen3-30B-A3B", 8192, layers=6, batches=1),
+    Case("Nemotron-Nano-9B-v2", 8192, layers=4, start=12),
+    Case("Nemotron-Nano-9B-v2", 8192, layers=4, start=12, checkpointing=True, length=8192),
+    Case("Nemotron-3-Nano-30B-A3B", 8192, layers=4, start=4, experts=32),
+    Case("Nemotron-3-Nano-30B-A3B", 16384, layers=4, start=4, experts=32, checkpointing=True),
+    Case("Nemotron-3-Super-120B-A12B", 4096, layers=4, start=6, experts=32),
+    Case("Inkling-Small", 4096, layers=2, start=4, experts=8),
+    Case("Inkling-Small", 8192, layers=2, start=4, experts=8, checkpointing=True),
+    Case("MiniMax-M3", 4096, layers=1, experts=8),
+    Case("MiniMax-M3", 8192, layers=1, experts=4, checkpointing=True),
+    Case("Gemma-3n-E4B", 8192, layers=5, start=0),
+    Case("Gemma-3n-E4B", 8192, layers=7, start=18, checkpointing=True),
+    Case("DeepSeek-V4-Flash", 8192, layers=2, start=2, experts=8),
+    Case("DeepSeek-V4-Flash", 8192, layers=2, start=2, experts=8, checkpointing=True, length=8192),
+    Case("Gemma-4-31B", 8192, layers=2),
+    Case("Gemma-4-31B", 4096, layers=2, checkpointing=True, length=2048),
+    Case("Gemma-4-26B-A4B", 8192, layers=2, experts=32),
+    Case("Kimi-Linear-48B-A3B-Instruct", 8192, layers=2, experts=32),
+    Case("Kimi-Linear-48B-A3B-Instruct", 8192, layers=2, experts=32, checkpointing=True, length=8192),
+    Case("GLM-5", 4096, layers=1, experts=8),
+    Case("GLM-5.3-Flash", 4096, layers=2, experts=8),
+    Case("Qwen3.8-Flash-Next", 4096, layers=2, experts=32),
+    Case("LFM2-1.2B", 16384),
     Case("Qwen3-4B", 16384, adapters="attn,mlp"),
     Case("Qwen3-4B", 16384, checkpointing=True, adapters="attn,mlp"),
     Case("Qwen3-30B-A3B", 16384, layers=12, checkpointing=True, adapters="attn", unmerged=True),

@@ -8,12 +8,14 @@ import torch
 from tests.models.lora.test_adapters import filled, lora_for
 from tests.models.oracle import KINDS, hf_model, positions_of, tokens_of, twin
 
+from miles.kernels.attention import varlen
 from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.kernels.linear_attention import chunked_scan
-from miles.models.accounting import activations
+from miles.models.accounting import activations, saved_tensors
 from miles.models.accounting.activations import layer_bytes, stream_bytes
 from miles.models.accounting.params import CHUNK
 from miles.models.decoder import Decoder
+from miles.models.layers import rope
 from miles.models.packing import pack_params
 from miles.precision.formats import FORMATS, QuantizationSpec
 from miles.train import logprobs
@@ -122,6 +124,11 @@ def test_every_form_of_adapters_keeps_what_is_counted(kind, form):
 
 def test_recurrent_layers_are_counted_in_the_chunks_they_are_computed_in():
     assert max(chunked_scan._SIZES) == CHUNK
+
+
+def test_wide_heads_and_cached_positions_are_those_of_the_kernels():
+    assert saved_tensors.MAX_FUSED_HEAD_DIM == varlen.MAX_FUSED_HEAD_DIM
+    assert rope._MAX_CACHED_POSITIONS_ON_GPU == activations.MAX_CACHED_POSITIONS
 
 
 def test_the_logits_held_at_once_are_those_the_trainer_makes_at_once():

@@ -324,6 +324,7 @@ def _list_rank_moments(
             and not numerics.batch_invariant
             and max(config.max_tokens_per_gpu, tokens // layout.context) * shard.vocab_size <= MAX_KEPT_LOGIT_GRADS
         ),
+        longest=longest,
     )
 
 
