@@ -325,6 +325,7 @@ def _list_rank_moments(
             and max(config.max_tokens_per_gpu, tokens // layout.context) * shard.vocab_size <= MAX_KEPT_LOGIT_GRADS
         ),
         longest=longest,
+        gathered=get_sharding_degrees(layout).is_sharded,
     )
 
 

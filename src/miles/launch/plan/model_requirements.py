@@ -132,7 +132,9 @@ def estimate_requirements(model: str, run: Config) -> ModelRequirements:
     context = min(spec.max_positions, run.rollout.rollout_max_context_len or spec.max_positions)
     tokens = run.train.max_tokens_per_gpu
     activations = [
-        activation_bytes(spec, tokens, checkpointing=checkpointing, size=BYTES[dtype], fused=True)
+        activation_bytes(
+            spec, tokens, checkpointing=checkpointing, size=BYTES[dtype], fused=True, longest=context, gathered=True
+        )
         for checkpointing in (False, True)
     ]
     weights = weight_bytes(spec, dtype)

@@ -313,6 +313,7 @@ def activation_bytes(
     scan: ContextScan = ContextScan(),  # noqa: B008 (immutable)
     keeps_logit_grads: bool = False,
     longest: int | None = None,
+    gathered: bool = False,
 ) -> int:
     """Compute the peak of a step besides weights, gradients and optimizer, with ``tokens`` in a rank's micro-batch.
 
@@ -331,6 +332,7 @@ def activation_bytes(
         scan=scan,
         keeps_logit_grads=keeps_logit_grads,
         longest=longest,
+        gathered=gathered,
     ).peak
 
 
@@ -348,6 +350,7 @@ def list_step_moments(
     scan: ContextScan = ContextScan(),  # noqa: B008 (immutable)
     keeps_logit_grads: bool = False,
     longest: int | None = None,
+    gathered: bool = False,
 ) -> StepMoments:
     """Compute what a step has of activations at each moment, with ``tokens`` in a rank's micro-batch.
 
@@ -356,6 +359,7 @@ def list_step_moments(
     Sequence parallelism shards the residual stream over ``sequence`` ranks. With ``lora`` only its adapters are
     trained. ``experts`` ranks share the experts of a layer. ``scan`` is what context ranks scan of recurrent layers.
     ``keeps_logit_grads``: logits are computed once (``train.logprobs``). No sequence has more than ``longest`` tokens.
+    ``gathered``: parameters are sharded, and gradients of weights are counted with what is gathered of them.
     """
     settings = _list_settings(spec, lora)
     recomputed = 0 if recompute == "none" else len(settings) if first is None else min(first, len(settings))
@@ -368,7 +372,7 @@ def list_step_moments(
         count = _build_count(setting, spec, size, fused, sequence, batch)
         saved = _layer_bytes(setting, spec, count, scan)
         kept = 0.0 if recompute != "selective" else _matmul_output_bytes(setting, spec.hidden_size, size, fused)
-        gradients = LayerGradients(count=count, width=spec.hidden_size, adapters=setting.adapters)
+        gradients = LayerGradients(count=count, width=spec.hidden_size, adapters=setting.adapters, gathered=gathered)
         is_derived = setting.quantization is None and experts == 1 and scan.ranks == 1
         wide = gradients.layer(setting.layer, saved) if is_derived else saved + 2 * count.numbers(spec.hidden_size)
         costs[setting] = saved, entered + kept, wide

@@ -31,12 +31,14 @@ __all__ = ["LayerGradients"]
 class LayerGradients:
     """Bytes per token that a layer's backward pass holds at its widest, beyond all that the layer has saved.
 
-    ``count`` is what modules save; the model has ``width`` channels.
+    ``count`` is what modules save; the model has ``width`` channels. ``gathered``: parameters are sharded, and what is
+    gathered of them has room for their gradients.
     """
 
     count: SavedBytes
     width: int
     adapters: LayerAdapters | None
+    gathered: bool = False
 
     def layer(self, layer: LayerSpec, saved: float) -> float:
         """Of a layer that has ``saved`` this much in all; the mixer's backward runs when all behind it is freed."""
@@ -106,7 +108,9 @@ class LayerGradients:
         wide = count.numbers(ffn.size * (2 if self.adapters is None else 3))
         has_norm = layer is not None and layer.post_norms
         yield wide + count.numbers(self.width * (int(ffn.learned_scale) + int(has_norm)))
-        if self.adapters is None:  # at the first projection: gradients of its output, its input and its weight
+        if (
+            self.adapters is None and not self.gathered
+        ):  # at the first projection: gradients of its output, its input and its weight
             weight = 2 * ffn.size * self.width / max(self.count.tokens, 1)
             yield count.numbers(self.width - ffn.size + weight)
 
@@ -132,7 +136,7 @@ class LayerGradients:
         if ffn.beside_mlp:  # the gradients of both branches; their outputs and the sum of these are freed
             before = -count.numbers(self.width)
         yield count.numbers(rows * widest) + before
-        if self.adapters is not None:
+        if self.adapters is not None or self.gathered:
             return
         weight = ffn.num_experts * ffn.size * inner / max(count.tokens, 1)
         yield count.numbers(rows * ffn.size + weight) + before
