@@ -131,12 +131,8 @@ def estimate_requirements(model: str, run: Config) -> ModelRequirements:
     dtype = named if named in BYTES else "bfloat16"
     context = min(spec.max_positions, run.rollout.rollout_max_context_len or spec.max_positions)
     tokens = run.train.max_tokens_per_gpu
-    activations = [
-        activation_bytes(
-            spec, tokens, checkpointing=checkpointing, size=BYTES[dtype], fused=True, longest=context, gathered=True
-        )
-        for checkpointing in (False, True)
-    ]
+    options: dict[str, Any] = {"size": BYTES[dtype], "fused": True, "longest": context, "gathered": True}
+    activations = [activation_bytes(spec, tokens, checkpointing=each, **options) for each in (False, True)]
     weights = weight_bytes(spec, dtype)
     rollout_weights = packed_weight_bytes(replace(spec, quantization=run.models.rollout_quantization(1)), dtype)
     others = _estimate_side_models(spec, run, dtype)

@@ -382,19 +382,22 @@ def list_step_moments(
     tied = spec.vocab_rows * spec.hidden_size * size if spec.tie_embeddings and lora is None else 0
     before = fixed + tied
     layers, held = list[int](), list[int]()
-    for index, setting in enumerate(settings):
-        saved, kept, wide = costs[setting]
+    for index, (saved, kept, wide) in enumerate(costs[setting] for setting in settings):
         is_again = index < recomputed
         # Its input is both kept and, as what its first norm read, a part of what it has saved.
         whole = before + tokens * (saved + (kept - entered if is_again else 0.0))
         layers.append(round(whole + max(tokens * wide, workspace)))
         held.append(round(whole))
         before += tokens * (kept if is_again else saved)
-    # The hidden states behind the last layer, before and after their norm.
-    joined = before + tokens * _join_bytes(spec, size)
-    head = joined - tied + tokens * 2 * spec.hidden_size * size
-    head += _head_bytes(spec, tokens, size, fused, is_trained=lora is None, keeps_grads=keeps_logit_grads)
-    return StepMoments(round(max(head, joined + tokens * _join_gradient_bytes(spec, size))), tuple(layers), tuple(held))
+    head = _behind_layers_bytes(spec, tokens, size, before, tied)
+    logits = _head_bytes(spec, tokens, size, fused, is_trained=lora is None, keeps_grads=keeps_logit_grads)
+    joining = before + tokens * (_join_bytes(spec, size) + _join_gradient_bytes(spec, size))
+    return StepMoments(round(max(head + logits, joining)), tuple(layers), tuple(held))
+
+
+def _behind_layers_bytes(spec: DecoderSpec, tokens: int, size: int, before: float, tied: int) -> float:
+    """Compute what there is at the logits: the joined streams, and hidden states before and after their norm."""
+    return before + tokens * (_join_bytes(spec, size) + 2 * spec.hidden_size * size) - tied
 
 
 def _factor_bytes(spec: DecoderSpec, size: int, lora: LoraSpec | None, layers: int, recomputed: int) -> int:
