@@ -43,6 +43,8 @@ BUILDERS = {
     "build_tp_decoder": "build_tp_decoder",
     "build_transformer_config": "build_transformer_config",
     "estimate_rank_activations": "estimate_rank_activations",
+    "estimate_single_peak": "estimate_single_peak",
+    "estimate_stage_activations": "estimate_stage_activations",
     "init_eagle": "init_eagle",
     "init_random": "hf.init_random",
     "load": "hf.load",

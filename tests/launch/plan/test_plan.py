@@ -16,7 +16,7 @@ from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.launch.main import main
 from miles.launch.plan.hardware import choose_device
-from miles.launch.plan.memory import estimate_memory, format_bytes
+from miles.launch.plan.memory import MemoryShare, estimate_memory, format_bytes
 from miles.launch.plan.plan import Plan
 from miles.launch.plan.render import format_batch_sizes, format_objective
 from miles.launch.read_config import read
@@ -246,6 +246,26 @@ def test_the_memory_plan_counts_what_is_known():
 
 
 STAGES = "--pipeline-model-parallel-size 2 --actor-num-gpus-per-node 2"
+
+
+def test_the_memory_plan_is_that_of_the_fullest_stage():
+    known = find_known_config("Qwen3-4B")
+    assert known is not None
+    spec = spec_from_config(known)
+
+    def plan_stage(line: str) -> dict[str, MemoryShare]:
+        base = f"{STAGES} --train-backend megatron --device cuda --dtype bfloat16 --engine-kv-tokens 1000"
+        return {share.name: share for share in estimate_memory(*planned(f"{base} {line}"), spec)}
+
+    # The first stage has two micro-batches in flight; of a single one the last, with the head, has more.
+    many, few = plan_stage("--max-tokens-per-gpu 8192"), plan_stage("--max-tokens-per-gpu 8192 --global-batch-size 1")
+    assert "micro-batches in flight: 2 of stage 1 of 2" in many["activations"].note
+    assert "micro-batches in flight: 1 of stage 2 of 2" in few["activations"].note
+    # Both have the embedding, which is the head, and the last one a norm.
+    assert few["weights"].bytes - many["weights"].bytes == 2 * spec.hidden_size
+    # A rollout function may make any number of samples.
+    unknown = plan_stage("--max-tokens-per-gpu 8192 --global-batch-size 1 --rollout-function-path some.function")
+    assert unknown["activations"].bytes == many["activations"].bytes
 
 
 def test_the_memory_plan_counts_drafts_in_trainer_and_engine():

@@ -159,13 +159,15 @@ _MOMENT_BYTES = 8
 class MegatronMemoryFlags:
     """Those of Megatron's flags that decide what a rank holds.
 
-    ``first`` and ``last`` are the layers of the first and last stage, ``virtual`` the stages of one rank. The latents
-    of MLA are ``sharded_latents`` over tensor-parallel ranks except with Transformer Engine and batch-invariant layers.
-    ``adapted`` parts are the decoder's modules, as ``choose_modules`` has them.
+    ``first`` and ``last`` are the layers of the first and last stage, ``virtual`` the stages of one rank, which take
+    turns after ``group`` micro-batches. The latents of MLA are ``sharded_latents`` over tensor-parallel ranks except
+    with Transformer Engine and batch-invariant layers. ``adapted`` parts are the decoder's modules, as
+    ``choose_modules`` has them.
     """
 
     distributed_optimizer: bool = False
     virtual: int = 1
+    group: int | None = None
     first: int | None = None
     last: int | None = None
     counts_embedding: bool = False
@@ -179,6 +181,8 @@ _FLAGS = {
     "use_distributed_optimizer": "distributed_optimizer",
     "virtual_pipeline_model_parallel_size": "virtual",
     "num_virtual_stages_per_pipeline_rank": "virtual",
+    "microbatch_group_size_per_vp_stage": "group",
+    "microbatch_group_size_per_virtual_pipeline_stage": "group",
     "num_layers_in_first_pipeline_stage": "first",
     "decoder_first_pipeline_num_layers": "first",
     "num_layers_in_last_pipeline_stage": "last",
@@ -205,7 +209,7 @@ def parse_memory_flags(words: Sequence[str], *, sharded_latents: bool = True) ->
         value = value or ("" if following.startswith("--") else following)
         if value.isdigit():
             found[field] = int(value)
-        elif field not in ("virtual", "first", "last"):  # a wrong number is an error of Megatron's parser
+        elif field not in ("virtual", "group", "first", "last"):  # a wrong number is an error of Megatron's parser
             found[field] = value.lower() in ("", "true")
     return replace(MegatronMemoryFlags(sharded_latents=sharded_latents), **found)  # pyright: ignore[reportArgumentType]
 
@@ -249,11 +253,12 @@ def compute_rank_bytes(
 
 
 def compute_fullest_rank_bytes(
-    spec: DecoderSpec, layout: ParallelDims, flags: MegatronMemoryFlags, held: HeldModel
+    spec: DecoderSpec, layout: ParallelDims, flags: MegatronMemoryFlags, held: HeldModel, stage: int | None = None
 ) -> RankBytes:
-    """Compute what the fullest rank holds."""
-    stages = (_list_stage_bytes(spec, layout, flags, held, stage) for stage in range(layout.pipeline))
-    return max((rank for stage in stages for rank in stage), key=lambda rank: rank.total)
+    """Compute what the fullest rank holds, of a pipeline ``stage`` or of all."""
+    numbers = range(layout.pipeline) if stage is None else (stage,)
+    stages = (_list_stage_bytes(spec, layout, flags, held, number) for number in numbers)
+    return max((rank for ranks in stages for rank in ranks), key=lambda rank: rank.total)
 
 
 @lru_cache(maxsize=64)
@@ -305,7 +310,7 @@ def list_stage_params(
         if name.startswith("layers."):
             names.setdefault(int(name.split(".")[1]), []).append(name)
     out: list[list[RankParam]] = []
-    for number, layers in enumerate(_split_layers(spec.num_layers, layout.pipeline, flags)[stage]):
+    for number, layers in enumerate(split_layers(spec.num_layers, layout.pipeline, flags)[stage]):
         first = stage == 0 and number == 0
         last = stage == layout.pipeline - 1 and number == flags.virtual - 1
         found = [_EMBEDDING] if first else []
@@ -366,8 +371,8 @@ def _find_experts(spec: DecoderSpec, adapted: frozenset[AdaptedPart]) -> tuple[f
     return stacked | each, each
 
 
-def _split_layers(layers: int, stages: int, flags: MegatronMemoryFlags) -> list[list[range]]:
-    """Split the layers over pipeline ranks: for each the layers of its virtual stages."""
+def split_layers(layers: int, stages: int, flags: MegatronMemoryFlags) -> list[list[range]]:
+    """Return the layers of each pipeline rank, by its virtual stages."""
     sizes = [[0] * flags.virtual for _ in range(stages)]
     ends = {0: flags.first, stages - 1: flags.last}
     ends = {} if stages == 1 else {stage: count for stage, count in ends.items() if count is not None}

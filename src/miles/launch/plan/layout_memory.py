@@ -30,6 +30,7 @@ from miles.models.accounting.params import (
     BYTES,
     RankParam,
     ShardingDegrees,
+    StagePart,
     list_layer_gradient_bytes,
     list_rank_params,
     moment_bytes,
@@ -82,11 +83,14 @@ def estimate_rank_memory(
     optimizer: str = "adam",
     frozen_vision: FrozenVision = TRAINED_VISION,
     megatron: MegatronMemoryFlags | None = None,
+    stage: int | None = None,
 ) -> RankMemory:
-    """Memory of a model trained in ``dtype`` by FSDP, ``frozen_vision`` parts excepted, or by ``megatron``."""
+    """Memory of a model trained in ``dtype`` by FSDP, ``frozen_vision`` parts excepted, or by ``megatron``, of a
+    pipeline ``stage`` or of the fullest.
+    """
     if megatron is not None:
         held = HeldModel(dtype=dtype, moments=moments, optimizer=optimizer, frozen_vision=frozen_vision)
-        return _build_megatron_memory(compute_fullest_rank_bytes(spec, layout, megatron, held))
+        return _build_megatron_memory(compute_fullest_rank_bytes(spec, layout, megatron, held, stage))
     degrees = get_sharding_degrees(layout)
     return RankMemory(
         weights=rank_bytes(spec, degrees, dtype),
@@ -121,6 +125,7 @@ def estimate_rank_critic_memory(
     optimizer: str = "adam",
     frozen_vision: FrozenVision = TRAINED_VISION,
     megatron: MegatronMemoryFlags | None = None,
+    stage: int | None = None,
 ) -> RankMemory:
     """Memory of a critic: a float32 head on a decoder whose own head, unless it is the embedding, is not trained."""
     head = (spec.hidden_size, 1)
@@ -128,7 +133,7 @@ def estimate_rank_critic_memory(
         held = HeldModel(
             dtype=dtype, moments=moments, optimizer=optimizer, scalar_head=head, frozen_vision=frozen_vision
         )
-        return _build_megatron_memory(compute_fullest_rank_bytes(spec, layout, megatron, held))
+        return _build_megatron_memory(compute_fullest_rank_bytes(spec, layout, megatron, held, stage))
     degrees = get_sharding_degrees(layout)
     bare = replace(spec, tie_embeddings=True)
     states = sum(2 * moment_bytes(count, moments) for count in head)
@@ -157,15 +162,16 @@ def estimate_rank_lora_memory(
     *,
     moments: str = "float32",
     megatron: MegatronMemoryFlags | None = None,
+    stage: int | None = None,
 ) -> LoraRankMemory:
     """Memory of a model trained with LoRA; every rank has all adapters. The base of unmerged ones is its weights."""
     if megatron is not None:
         megatron = replace(megatron, adapted=list_adapted_parts(spec, lora))
-    weights = estimate_rank_frozen_bytes(spec, layout, dtype, megatron=megatron)
+    weights = estimate_rank_frozen_bytes(spec, layout, dtype, megatron=megatron, stage=stage)
     base = 0
     if not (_is_packed(spec) or lora.unmerged):
         adapted = {target.param_name for target in lora.targets}
-        params = _list_fullest_params(spec, layout, dtype, megatron)
+        params = _list_fullest_params(spec, layout, dtype, megatron, stage)
         base = sum(param.count for param in params if param.name in adapted) * BYTES[dtype]
         if isinstance(spec, HfAdapterSpec):  # in one process, and its parameters are not listed
             base = lora.num_base_parameters * BYTES[dtype]
@@ -193,23 +199,30 @@ def estimate_moment_bytes(
 
 
 def _list_fullest_params(
-    spec: DecoderSpec, layout: ParallelDims, dtype: str, megatron: MegatronMemoryFlags | None
+    spec: DecoderSpec, layout: ParallelDims, dtype: str, megatron: MegatronMemoryFlags | None, stage: int | None
 ) -> Sequence[RankParam]:
-    """The parameters of the rank that holds the most of a frozen model."""
+    """The parameters of the rank that holds the most of a frozen model, in a pipeline ``stage`` or in all."""
     if megatron is None:
         return list_rank_params(spec, get_sharding_degrees(layout))
-    stages = (list_stage_params(spec, layout, megatron, stage) for stage in range(layout.pipeline))
+    numbers = range(layout.pipeline) if stage is None else (stage,)
+    stages = (list_stage_params(spec, layout, megatron, number) for number in numbers)
     found = ([param for chunk in chunks for param in chunk] for chunks in stages)
     return max(found, key=lambda params: sum(param.count * (param.size or BYTES[dtype]) for param in params))
 
 
 def estimate_rank_frozen_bytes(
-    spec: DecoderSpec, layout: ParallelDims, dtype: str, *, megatron: MegatronMemoryFlags | None = None
+    spec: DecoderSpec,
+    layout: ParallelDims,
+    dtype: str,
+    *,
+    megatron: MegatronMemoryFlags | None = None,
+    stage: int | None = None,
 ) -> int:
     """Bytes of a frozen model, whose weights may be packed."""
     if megatron is not None:
         megatron = replace(megatron, adapted=megatron.adapted | list_adapted_parts(spec, None))
-        return compute_fullest_rank_bytes(spec, layout, megatron, HeldModel(dtype=dtype, trained=False)).weights
+        held = HeldModel(dtype=dtype, trained=False)
+        return compute_fullest_rank_bytes(spec, layout, megatron, held, stage).weights
     if _is_packed(spec):
         return -(-packed_weight_bytes(spec, dtype) // layout.shard_group_size)
     return rank_bytes(spec, get_sharding_degrees(layout), dtype, trained=False)
@@ -240,9 +253,10 @@ def estimate_rank_activations(
     lora: LoraSpec | None = None,
 ) -> int:
     """Bytes of the activations of a micro-batch of ``tokens``, which context ranks share, in sequences of at most
-    ``longest``; ``lora`` is what is trained, if not all.
+    ``longest``; ``lora`` is what is trained, if not all. Of pipeline stages: ``estimate_stage_activations``.
     """
-    return _list_rank_moments(
+    assert layout.pipeline == 1, "stages hold several micro-batches"
+    return list_rank_moments(
         spec, layout, dtype, tokens, config, fused=fused, longest=longest, numerics=numerics, lora=lora
     ).peak
 
@@ -271,7 +285,7 @@ def estimate_single_peak(
     Its ``gradients``, which are this many bytes in all, come one layer after the other, as activations go.
     """
     layout = ParallelDims()
-    moments = _list_rank_moments(
+    moments = list_rank_moments(
         spec, layout, dtype, tokens, config, fused=fused, longest=longest, numerics=numerics, lora=None
     )
     vocabulary = spec.vocab_rows * spec.hidden_size
@@ -287,7 +301,7 @@ def estimate_single_peak(
     return max(found, key=lambda each: each.activations + each.gradients)
 
 
-def _list_rank_moments(
+def list_rank_moments(
     spec: DecoderSpec,
     layout: ParallelDims,
     dtype: str,
@@ -298,11 +312,12 @@ def _list_rank_moments(
     longest: int | None,
     numerics: Numerics,
     lora: LoraSpec | None,
+    stage: StagePart | None = None,
 ) -> StepMoments:
+    """What a rank has at each moment of a micro-batch, in all layers or in those of a pipeline ``stage``."""
     longest = tokens if longest is None else min(longest, tokens)
     chunk = longest // (2 * layout.context)
-    stage = get_pipeline_stage(spec, layout)
-    shard = stage if isinstance(stage, HfAdapterSpec) else shard_spec(stage, layout.tensor)
+    shard = spec if isinstance(spec, HfAdapterSpec) else shard_spec(spec, layout.tensor)
     return list_step_moments(
         shard,
         -(-tokens // layout.context),
@@ -326,6 +341,7 @@ def _list_rank_moments(
         ),
         longest=longest,
         gathered=get_sharding_degrees(layout).is_sharded,
+        stage=stage,
     )
 
 
@@ -342,10 +358,3 @@ def get_recompute_mode(config: TrainConfig) -> RecomputeMode:
 def get_recompute_layers(config: TrainConfig) -> int | None:
     """The number of first layers that are recomputed; None for all."""
     return config.recompute_num_layers if config.recompute_method == "block" else None
-
-
-def get_pipeline_stage(spec: DecoderSpec, layout: ParallelDims) -> DecoderSpec:
-    """The layers of the fullest pipeline stage, with embedding and head."""
-    if layout.pipeline == 1:
-        return spec
-    return replace(spec, layers=spec.layers[: -(-len(spec.layers) // layout.pipeline)])

@@ -32,6 +32,12 @@ from miles.launch.plan.lora import (
     shares_critic,
     shares_reference,
 )
+from miles.launch.plan.pipeline_memory import (
+    StepCounts,
+    bound_step_counts,
+    count_in_flight,
+    estimate_stage_activations,
+)
 from miles.launch.plan.plan import Plan
 from miles.launch.plan.running_requests import count_running_requests
 from miles.launch.plan.topology import is_distributed
@@ -73,22 +79,9 @@ class MemoryShare:
 def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:
     """The peak memory of a run on the fullest GPU, as far as the spec determines it."""
     dtype = plan.dtype
-    reference = 0 if plan.reference is None else _estimate_reference(config, plan, spec)
-    reference_note = str(plan.reference) if plan.reference else "not needed"
-    if plan.reference is not None and shares_reference(config):
-        reference_note = "the base, with the adapters off"
     weights, shared = weight_bytes(spec, dtype), plan.transport == "shared"
-    trained = (
-        *_estimate_policy(config, plan, spec),
-        MemoryShare(name="reference", bytes=reference, note=reference_note),
-    )
-    trained += (
-        *_estimate_critic(config, plan, spec),
-        *_estimate_teachers(config, plan),
-        _estimate_activations(config, plan, spec),
-        *_estimate_vision(config, plan, spec),
-        *_estimate_draft_training(config, plan, spec),
-    )
+    stages = (_estimate_trained(config, plan, spec, stage) for stage in range(plan.layout.pipeline))
+    trained = max(stages, key=lambda shares: sum(share.bytes for share in shares))
     if config.observe.debug_rollout_only:
         trained = (MemoryShare(name="weights", bytes=weights, note=f"{dtype}: nothing is trained"),)
     if not plan.samples:
@@ -126,26 +119,43 @@ def estimate_memory(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Memo
     )
 
 
-def _estimate_reference(config: Config, plan: Plan, spec: DecoderSpec) -> int:
+def _estimate_trained(config: Config, plan: Plan, spec: DecoderSpec, stage: int) -> tuple[MemoryShare, ...]:
+    """What a rank of a pipeline stage holds to train; all ranks are alike without a pipeline."""
+    reference = 0 if plan.reference is None else _estimate_reference(config, plan, spec, stage)
+    note = str(plan.reference) if plan.reference else "not needed"
+    if plan.reference is not None and shares_reference(config):
+        note = "the base, with the adapters off"
+    return (
+        *_estimate_policy(config, plan, spec, stage),
+        MemoryShare(name="reference", bytes=reference, note=note),
+        *_estimate_critic(config, plan, spec, stage),
+        *_estimate_teachers(config, plan, stage),
+        _estimate_activations(config, plan, spec, stage),
+        *_estimate_vision(config, plan, spec, stage),
+        *_estimate_draft_training(config, plan, spec, stage),
+    )
+
+
+def _estimate_reference(config: Config, plan: Plan, spec: DecoderSpec, stage: int) -> int:
     if shares_reference(config):
         updated = config.train.ref_update_interval is not None
         return 4 * _count_factors(config, spec) * (2 if updated else 1)  # factors that are set aside meanwhile
     if packs_reference(config):
         shared = get_rollout_quantization(config) if packs_base(config) else None
         spec = replace(spec, quantization=shared or config.models.train_quantization(packed=True))
-    return _estimate_frozen(config, plan, spec)
+    return _estimate_frozen(config, plan, spec, stage)
 
 
-def _estimate_frozen(config: Config, plan: Plan, spec: DecoderSpec) -> int:
+def _estimate_frozen(config: Config, plan: Plan, spec: DecoderSpec, stage: int) -> int:
     """A model that is read only, held by the trainer's backend."""
     megatron = get_megatron_flags(config, plan.device)
-    return estimate_rank_frozen_bytes(spec, plan.layout, plan.dtype, megatron=megatron)
+    return estimate_rank_frozen_bytes(spec, plan.layout, plan.dtype, megatron=megatron, stage=stage)
 
 
-def _estimate_policy(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:
+def _estimate_policy(config: Config, plan: Plan, spec: DecoderSpec, stage: int) -> tuple[MemoryShare, ...]:
     """The policy in training, or this rank's shard of it."""
     if (lora := build_lora(config.lora, spec)) is not None:
-        return _estimate_lora(config, plan, spec, lora)
+        return _estimate_lora(config, plan, spec, lora, stage)
     dtype = plan.dtype
     layout = plan.layout
     train = config.train
@@ -158,6 +168,7 @@ def _estimate_policy(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Mem
         optimizer=train.optimizer,
         frozen_vision=get_frozen_vision(train),
         megatron=megatron,
+        stage=stage,
     )
     shards = layout.tensor * layout.pipeline * (layout.shard_group_size if megatron is None else 1)
     part = "" if layout.world == 1 else f", rank shard of {layout.world} ranks, sharded {shards} ways"
@@ -189,7 +200,9 @@ def _estimate_policy(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Mem
     return (*shares, MemoryShare(name="gathered", bytes=memory.gathered, note=note))
 
 
-def _estimate_lora(config: Config, plan: Plan, spec: DecoderSpec, lora: LoraSpec) -> tuple[MemoryShare, ...]:
+def _estimate_lora(
+    config: Config, plan: Plan, spec: DecoderSpec, lora: LoraSpec, stage: int
+) -> tuple[MemoryShare, ...]:
     """The policy with LoRA: every rank has all adapters, and its shard of the rest."""
     dtype = plan.dtype
     layout = plan.layout
@@ -199,7 +212,7 @@ def _estimate_lora(config: Config, plan: Plan, spec: DecoderSpec, lora: LoraSpec
         spec = replace(spec, quantization=get_rollout_quantization(config))
     megatron = get_megatron_flags(config, plan.device)
     memory = estimate_rank_lora_memory(
-        spec, layout, dtype, lora, moments=train.optimizer_state_dtype, megatron=megatron
+        spec, layout, dtype, lora, moments=train.optimizer_state_dtype, megatron=megatron, stage=stage
     )
     shards = layout.shard_group_size if megatron is None else layout.tensor * layout.pipeline
     part = "" if layout.world == 1 else f", one of {shards} shards"
@@ -238,7 +251,7 @@ def _place(host: bool, share: MemoryShare) -> MemoryShare:
     return replace(share, bytes=0, note=f"{share.note}, {format_bytes(share.bytes)} of host memory") if host else share
 
 
-def _estimate_critic(config: Config, plan: Plan, policy: DecoderSpec) -> tuple[MemoryShare, ...]:
+def _estimate_critic(config: Config, plan: Plan, policy: DecoderSpec, stage: int) -> tuple[MemoryShare, ...]:
     """The critic; on a device of its own it takes no memory here."""
     if plan.critic is not None and shares_critic(config):
         lora = build_lora(config.lora, policy)
@@ -273,6 +286,7 @@ def _estimate_critic(config: Config, plan: Plan, policy: DecoderSpec) -> tuple[M
         optimizer=train.optimizer,
         frozen_vision=get_frozen_vision(train),
         megatron=get_megatron_flags(config, plan.device),
+        stage=stage,
     )
     on_gpu = plan.device != "cpu"
     host = on_gpu and config.parallel.fsdp_cpu_offload
@@ -319,10 +333,10 @@ def estimate_critic_bytes(spec: DecoderSpec, dtype: str) -> tuple[int, int, int]
     return memory.weights, memory.gradients, memory.optimizer
 
 
-def _estimate_teachers(config: Config, plan: Plan) -> tuple[MemoryShare, ...]:
+def _estimate_teachers(config: Config, plan: Plan, stage: int) -> tuple[MemoryShare, ...]:
     """Frozen teacher models, all in memory at once."""
     found = {name: read_spec_or_none(str(folder), config.models.model_impl) for name, folder in plan.teachers.items()}
-    total = sum(_estimate_frozen(config, plan, spec) for spec in found.values() if spec is not None)
+    total = sum(_estimate_frozen(config, plan, spec, stage) for spec in found.values() if spec is not None)
     note = ", ".join(f"{name}: {plan.teachers[name]}" for name in found)
     return (MemoryShare(name="teacher", bytes=total, note=f"{plan.dtype}, {note}"),) if found else ()
 
@@ -333,23 +347,44 @@ def _count_step_tokens(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[i
     return min(config.train.max_tokens_per_gpu * plan.layout.context, plan.global_batch_size * longest), longest
 
 
+def _makes_single_samples(config: Config) -> bool:
+    """Whether a trajectory is one sample for certain."""
+    rollout, hooks = config.rollout, config.hooks
+    is_own = rollout.custom_generate_function_path in (None, "single_turn") and rollout.loss_mask_type != "each"
+    is_own &= not any((hooks.rollout_function_path, hooks.rollout_data_postprocess_path))
+    is_own &= not any((config.agents.custom_agent_function_path, config.multi_agent.policies))
+    return is_own and config.algo.loss_type not in PREFERENCE_LOSSES
+
+
+def _bound_step_counts(config: Config, plan: Plan, spec: DecoderSpec) -> StepCounts:
+    """The micro-batches that a rank may have in a step, where a trajectory is one sample; else of any number."""
+    if not _makes_single_samples(config):
+        return StepCounts()
+    train = config.train
+    tokens, longest = _count_step_tokens(config, plan, spec)
+    return bound_step_counts(
+        plan.global_batch_size,
+        longest,
+        plan.layout.data_parallel_size,
+        tokens,
+        samples_each=None if train.use_dynamic_batch_size else train.micro_batch_size,
+        limited=train.max_patches_per_gpu is not None,
+    )
+
+
 def _find_single_peak(config: Config, plan: Plan, spec: DecoderSpec) -> StepPeak | None:
     """The peak of a step that is one micro-batch for certain; None where it may be several, whose gradients add up.
 
     For certain in one process, where all samples of a global batch fit into a micro-batch at their greatest length and
     a trajectory is one sample.
     """
-    train, rollout = config.train, config.rollout
+    train = config.train
     tokens, longest = _count_step_tokens(config, plan, spec)
     fits = plan.global_batch_size * longest <= train.max_tokens_per_gpu and train.max_patches_per_gpu is None
     if train.micro_batch_size is not None and not train.use_dynamic_batch_size:
         fits &= plan.global_batch_size <= train.micro_batch_size
-    makes_own = rollout.custom_generate_function_path in (None, "single_turn") and rollout.loss_mask_type != "each"
-    hooks = (config.hooks.rollout_function_path, config.hooks.rollout_data_postprocess_path)
-    makes_own &= not any((*hooks, config.agents.custom_agent_function_path, config.multi_agent.policies))
-    makes_own &= config.algo.loss_type not in PREFERENCE_LOSSES
     is_alone = not is_distributed(config) and not config.lora.is_enabled and not isinstance(spec, HfAdapterSpec)
-    if not (fits and makes_own and is_alone):
+    if not (fits and is_alone and _makes_single_samples(config)):
         return None
     gradients = estimate_rank_memory(spec, plan.layout, plan.dtype, frozen_vision=get_frozen_vision(train)).gradients
     return estimate_single_peak(
@@ -364,8 +399,8 @@ def _find_single_peak(config: Config, plan: Plan, spec: DecoderSpec) -> StepPeak
     )
 
 
-def _estimate_activations(config: Config, plan: Plan, spec: DecoderSpec) -> MemoryShare:
-    """Activations kept for the backward pass."""
+def _estimate_activations(config: Config, plan: Plan, spec: DecoderSpec, stage: int) -> MemoryShare:
+    """Activations kept for the backward pass, of a pipeline stage those of all micro-batches in flight."""
     tokens, longest = _count_step_tokens(config, plan, spec)
     recompute = {"none": "", "full": ", layers recomputed", "selective": ", all but matmuls and attention recomputed"}
     note = f"{tokens:,} tokens at once" + recompute[get_recompute_mode(config.train)]
@@ -376,28 +411,57 @@ def _estimate_activations(config: Config, plan: Plan, spec: DecoderSpec) -> Memo
         return MemoryShare(name="activations", bytes=peak.activations, note=f"{note}, all of a step")
     lora = build_lora(config.lora, spec)
     spec = replace(spec, quantization=config.models.train_quantization(packed=packs_base(config)))
-    size = estimate_rank_activations(
+    flags = get_megatron_flags(config, plan.device)
+    if flags is None or plan.layout.pipeline == 1:
+        size = estimate_rank_activations(
+            spec,
+            plan.layout,
+            plan.dtype,
+            tokens,
+            config.train,
+            fused=plan.device != "cpu",
+            longest=longest,
+            numerics=config.models.numerics,
+            lora=lora,
+        )
+        return MemoryShare(name="activations", bytes=size, note=note)
+    step_counts = _bound_step_counts(config, plan, spec)
+    size = estimate_stage_activations(
         spec,
         plan.layout,
         plan.dtype,
         tokens,
         config.train,
+        stage=stage,
+        flags=flags,
+        counts=step_counts,
         fused=plan.device != "cpu",
         longest=longest,
         numerics=config.models.numerics,
         lora=lora,
     )
+    count = _count_in_flight(config, plan, spec, stage)
+    note += f", micro-batches in flight: {count} of stage {stage + 1} of {plan.layout.pipeline}"
+    note += f", in {flags.virtual} virtual ones" if flags.virtual > 1 else ""
     return MemoryShare(name="activations", bytes=size, note=note)
 
 
-def _estimate_vision(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:
-    """Activations of the vision tower, if it is trained on data with images.
+def _count_in_flight(config: Config, plan: Plan, spec: DecoderSpec, stage: int) -> int:
+    """Number of micro-batches whose activations the first layers of a stage have at once."""
+    flags = get_megatron_flags(config, plan.device)
+    if flags is None or plan.layout.pipeline == 1:
+        return 1
+    return count_in_flight(plan.layout, stage, flags, _bound_step_counts(config, plan, spec))
+
+
+def _estimate_vision(config: Config, plan: Plan, spec: DecoderSpec, stage: int) -> tuple[MemoryShare, ...]:
+    """Activations of the vision tower, if it is trained on data with images; of a pipeline's on the first stage.
 
     A feature takes a token, so that a micro-batch of --max-tokens-per-gpu has no more patches than those of as many
     features; --max-patches-per-gpu bounds them further.
     """
     train = config.train
-    if spec.vision is None or train.freeze_vision_tower or config.lora.is_enabled:
+    if spec.vision is None or train.freeze_vision_tower or config.lora.is_enabled or stage > 0:
         return ()
     if train.max_patches_per_gpu is None and not config.rollout.multimodal_keys:
         return ()
@@ -408,13 +472,15 @@ def _estimate_vision(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[Mem
         spec, patches, size=BYTES[plan.dtype], fused=plan.device != "cpu", recomputed=recomputed
     )
     note = f"activations of {patches:,} image patches at once" + (", blocks recomputed" if recomputed else "")
+    if (count := _count_in_flight(config, plan, spec, stage)) > 1:
+        size, note = size * count, f"{note}, of each of {count} micro-batches"
     if patches == most:
         note += ", if all tokens are of images; --max-patches-per-gpu lowers it"
     return (MemoryShare(name="vision tower", bytes=size, note=note),)
 
 
-def _estimate_draft_training(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:
-    """The draft model that is trained beside the policy; every rank has all of it."""
+def _estimate_draft_training(config: Config, plan: Plan, spec: DecoderSpec, stage: int) -> tuple[MemoryShare, ...]:
+    """The draft model that is trained beside the policy; every rank has all of it, and the last stage runs it."""
     draft = read_trained_draft(config, spec)
     if draft is None:
         return ()
@@ -423,16 +489,18 @@ def _estimate_draft_training(config: Config, plan: Plan, spec: DecoderSpec) -> t
     weights = draft_weight_bytes(draft, dtype)
     longest = config.rollout.rollout_max_context_len or spec.max_positions
     tokens = min(train.max_tokens_per_gpu * plan.layout.context, plan.global_batch_size * longest)
-    activations = draft_activation_bytes(
-        draft,
-        tokens,
-        train.draft_train_steps,
-        longest=min(longest, tokens),
-        dtype=dtype,
-        fused=on_gpu,
-        gathered=_gathers_vocabulary(config, plan),
-    )
-    activations += _count_sent_features(plan, spec, draft, tokens) * BYTES[dtype]
+    activations = _count_sent_features(plan, spec, draft, tokens) * BYTES[dtype]
+    activations *= _count_in_flight(config, plan, spec, stage) if stage > 0 else 1
+    if stage == plan.layout.pipeline - 1:
+        activations += draft_activation_bytes(
+            draft,
+            tokens,
+            train.draft_train_steps,
+            longest=min(longest, tokens),
+            dtype=dtype,
+            fused=on_gpu,
+            gathered=_gathers_vocabulary(config, plan),
+        )
     optimizer = MemoryShare(
         name="draft adam",
         bytes=draft_optimizer_bytes(draft, dtype, train.optimizer_state_dtype),
@@ -459,7 +527,7 @@ def _gathers_vocabulary(config: Config, plan: Plan) -> bool:
 
 
 def _count_sent_features(plan: Plan, spec: DecoderSpec, draft: DraftSpec, tokens: int) -> int:
-    """Number of values of captured layers that the last pipeline stage receives with a micro-batch."""
+    """Number of values of captured layers that go to a pipeline stage with a micro-batch: at most those of all."""
     layout = plan.layout
     if layout.pipeline == 1:
         return 0

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from miles.models.accounting.layer_gradients import LayerGradients
 from miles.models.accounting.linear_inputs import LayerAdapters, saved_input_bytes
+from miles.models.accounting.params import StagePart
 from miles.models.accounting.quantize_workspace import quantize_workspace_bytes
 from miles.models.accounting.saved_tensors import ContextScan, SavedBytes
 from miles.models.hf_adapter.spec import HfAdapterSpec
@@ -285,12 +286,14 @@ def _head_bytes(
 
 class StepMoments(NamedTuple):
     """Bytes of activations at those moments of a step that may be its widest: at the head, and in each layer's backward
-    pass, with what that holds beyond the saved tensors and without (``saved``).
+    pass, with what that holds beyond the saved tensors and without (``saved``). ``kept`` is there between forward and
+    backward.
     """
 
     head: int
     layers: tuple[int, ...]
     saved: tuple[int, ...]
+    kept: int
 
     @property
     def peak(self) -> int:
@@ -351,6 +354,7 @@ def list_step_moments(
     keeps_logit_grads: bool = False,
     longest: int | None = None,
     gathered: bool = False,
+    stage: StagePart | None = None,
 ) -> StepMoments:
     """Compute what a step has of activations at each moment, with ``tokens`` in a rank's micro-batch.
 
@@ -359,9 +363,11 @@ def list_step_moments(
     Sequence parallelism shards the residual stream over ``sequence`` ranks. With ``lora`` only its adapters are
     trained. ``experts`` ranks share the experts of a layer. ``scan`` is what context ranks scan of recurrent layers.
     ``keeps_logit_grads``: logits are computed once (``train.logprobs``). No sequence has more than ``longest`` tokens.
-    ``gathered``: parameters are sharded, and gradients of weights are counted with what is gathered of them.
+    ``gathered``: parameters are sharded, and gradients of weights are counted with what is gathered of them. By default
+    one ``stage`` has all layers.
     """
-    settings = _list_settings(spec, lora)
+    layers, is_first, is_last = stage or StagePart(range(spec.num_layers), first=True, last=True)
+    settings = _list_settings(spec, lora)[layers.start : layers.stop]
     recomputed = 0 if recompute == "none" else len(settings) if first is None else min(first, len(settings))
     workspace = quantize_workspace_bytes(spec, size=size, fused=fused, experts=experts)
     streams = spec.streams if spec.altup is None else spec.altup.streams
@@ -377,32 +383,33 @@ def list_step_moments(
         wide = gradients.layer(setting.layer, saved) if is_derived else saved + 2 * count.numbers(spec.hidden_size)
         costs[setting] = saved, entered + kept, wide
     # What does not depend on the layer: split streams; the head's gradient waits for the embedding's if they are tied.
-    fixed = tokens * _split_bytes(spec, size) + _factor_bytes(spec, size, lora, len(settings), recomputed)
-    fixed += _rope_table_bytes(spec, size) if fused else 0
-    tied = spec.vocab_rows * spec.hidden_size * size if spec.tie_embeddings and lora is None else 0
-    before = fixed + tied
-    layers, held = list[int](), list[int]()
+    fixed = tokens * _split_bytes(spec, size) if is_first else 0.0
+    fixed += _factor_bytes(spec, size, lora, len(settings), recomputed)
+    tables = _rope_table_bytes(spec, size) if fused else 0
+    is_tied = spec.tie_embeddings and is_first and is_last and lora is None
+    tied = spec.vocab_rows * spec.hidden_size * size if is_tied else 0
+    before = fixed + tables + tied
+    wides, held = list[int](), list[int]()
     for index, (saved, kept, wide) in enumerate(costs[setting] for setting in settings):
         is_again = index < recomputed
         # Its input is both kept and, as what its first norm read, a part of what it has saved.
         whole = before + tokens * (saved + (kept - entered if is_again else 0.0))
-        layers.append(round(whole + max(tokens * wide, workspace)))
+        wides.append(round(whole + max(tokens * wide, workspace)))
         held.append(round(whole))
         before += tokens * (kept if is_again else saved)
-    head = _behind_layers_bytes(spec, tokens, size, before, tied)
-    logits = _head_bytes(spec, tokens, size, fused, is_trained=lora is None, keeps_grads=keeps_logit_grads)
-    joining = before + tokens * (_join_bytes(spec, size) + _join_gradient_bytes(spec, size))
-    return StepMoments(round(max(head + logits, joining)), tuple(layers), tuple(held))
-
-
-def _behind_layers_bytes(spec: DecoderSpec, tokens: int, size: int, before: float, tied: int) -> float:
-    """Compute what there is at the logits: the joined streams, and hidden states before and after their norm."""
-    return before + tokens * (_join_bytes(spec, size) + 2 * spec.hidden_size * size) - tied
+    between = before - tied + (tokens * _join_bytes(spec, size) if is_last else 0.0)
+    head = between
+    if is_last:
+        # The hidden states before and after their norm, and logits; or the gradients where streams are joined.
+        logits = _head_bytes(spec, tokens, size, fused, is_trained=lora is None, keeps_grads=keeps_logit_grads)
+        joining = between + tied + tokens * _join_gradient_bytes(spec, size)
+        head = max(between + tokens * 2 * spec.hidden_size * size + logits, joining)
+    return StepMoments(round(head), tuple(wides), tuple(held), round(between - tables))
 
 
 def _factor_bytes(spec: DecoderSpec, size: int, lora: LoraSpec | None, layers: int, recomputed: int) -> int:
-    """Compute the LoRA factors saved in the model's dtype beside a base; if recomputed, one layer's at a time."""
+    """Compute the LoRA factors of some layers, saved in the model's dtype beside a base; if recomputed, of one."""
     is_packed = spec.quantization is not None and spec.quantization.packed
     if lora is None or not (is_packed or lora.unmerged):
         return 0
-    return lora.num_parameters * size // (layers if recomputed == layers else 1)
+    return lora.num_parameters * size * (1 if recomputed == layers else layers) // spec.num_layers

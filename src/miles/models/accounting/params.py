@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from miles.kernels.numerics import FAST, Numerics
 from miles.models.accounting.kv_cache import PerTokenCache, cache_layout, list_states
@@ -231,6 +232,14 @@ def optimizer_bytes(spec: DecoderSpec, dtype: str) -> int:
 
 
 # -- sharded over ranks ---------------------------------------------------------------------
+
+
+class StagePart(NamedTuple):
+    """The ``layers`` of a pipeline stage, which may be the ``first`` one, and the ``last`` one, which has the head."""
+
+    layers: range
+    first: bool
+    last: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
