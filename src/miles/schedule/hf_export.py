@@ -12,8 +12,8 @@ from miles.core.events import Event, Saved
 
 _OWN_FILES = ("cursor.json", "manifest.json", "trainer.json")
 """Files of a checkpoint that continue a run and are no part of the model."""
-_DRAFT = "draft"
-"""Subfolder with an EAGLE-3 head, which is served beside the model."""
+DRAFT = "draft"
+"""Subfolder of a checkpoint with an EAGLE-3 head, which is served beside the model."""
 
 
 class HfExport:
@@ -50,18 +50,23 @@ def link_model(checkpoint: Path, target: Path) -> None:
     _link_files(checkpoint, target)
 
 
+def list_model_files(folder: Path) -> list[Path]:
+    """Return the files of a folder of a checkpoint without those that continue a run."""
+    files = (file for file in sorted(folder.iterdir()) if file.is_file() and file.name not in _OWN_FILES)
+    return [file for file in files if not file.name.startswith("optimizer")]
+
+
 def _link_files(folder: Path, target: Path) -> None:
     target.mkdir(parents=True)
-    for file in sorted(folder.iterdir()):
-        if file.is_file() and file.name not in _OWN_FILES and not file.name.startswith("optimizer"):
-            _link_or_copy(file, target / file.name)
+    for file in list_model_files(folder):
+        _link_or_copy(file, target / file.name)
 
 
 def _export(checkpoint: Path, target: Path, convert: Callable[[Path, Path], None]) -> None:
     partial = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     convert(checkpoint, partial)
-    if (checkpoint / _DRAFT).is_dir():
-        _link_files(checkpoint / _DRAFT, partial / _DRAFT)
+    if (checkpoint / DRAFT).is_dir():
+        _link_files(checkpoint / DRAFT, partial / DRAFT)
     if target.exists():
         shutil.rmtree(target)
     partial.rename(target)

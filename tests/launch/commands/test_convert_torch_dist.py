@@ -4,17 +4,22 @@ import io
 import json
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.models.oracle import hf_model
 from torch.distributed import checkpoint as dcp
 
 from miles.core.errors import ResumeError
 from miles.launch.commands.train import resolve_load
 from miles.launch.main import main
+from miles.models.checkpoint.safetensors_io import read_config
+from miles.models.draft.checkpoint import init_eagle, load_eagle, plan_draft_save
+from miles.models.draft.spec import build_eagle_spec
+from miles.models.families import spec_from_config
 
 KINDS = ["llama", "qwen3", "qwen3 moe", "kimi k2", "glm-4.5", "gpt-oss", "lfm2 moe", "hybrid nemotron 3"]
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -68,6 +73,40 @@ def test_torch_reads_what_is_written(source: Path, saved: Path):
     assert torch.equal(found["decoder.layers.mlp.linear_fc2.weight"], wanted)
     args = torch.load(saved / "release" / "common.pt", weights_only=False)["args"]
     assert (args.num_layers, args.hidden_size, args.num_experts) == (2, 64, None)
+
+
+def test_a_draft_head_of_a_run_comes_along_in_every_direction(source: Path, tmp_path: Path, capsys):
+    policy = spec_from_config(read_config(source))
+    head = init_eagle(build_eagle_spec(policy), seed=1, device="cpu", dtype=torch.float32)
+    save_plan = plan_draft_save(head, torch.bfloat16)
+    (source / "draft").mkdir()
+    stored = {
+        header.name: tensor.contiguous()
+        for unit in save_plan.units
+        for header, tensor in zip(unit.headers(), unit.views(head.get_parameter(unit.name).detach()), strict=True)
+    }
+    save_file({name: t.bfloat16() for name, t in stored.items()}, source / "draft" / "model.safetensors")
+    save_plan.write_metadata(source / "draft")
+    for name in ("trainer.json", "optimizer.safetensors"):  # of the run
+        (source / "draft" / name).write_text("{}")
+    assert run(source, tmp_path / "dist", "--format", "torch_dist") == 0
+    assert "a draft head" in capsys.readouterr().out
+    assert run(tmp_path / "dist", tmp_path / "out", "--format", "bfloat16") == 0
+    assert run(source, tmp_path / "fp8", "--format", "fp8") == 0
+    wanted = {name: (source / "draft" / name).read_bytes() for name in ("config.json", "model.safetensors")}
+    for folder in (tmp_path / "dist" / "release", tmp_path / "out", tmp_path / "fp8"):
+        assert {file.name: file.read_bytes() for file in (folder / "draft").iterdir()} == wanted
+    again = load_eagle(tmp_path / "out" / "draft", policy, device="cpu", dtype=torch.float32)
+    for name, parameter in head.named_parameters():
+        assert torch.equal(again.get_parameter(name), parameter.bfloat16().float()), name
+
+
+def test_a_draft_head_that_cannot_be_copied_leaves_nothing(source: Path, tmp_path: Path, monkeypatch):
+    (source / "draft").mkdir()
+    (source / "draft" / "config.json").write_text("{}")
+    monkeypatch.setattr(shutil, "copyfile", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    assert run(source, tmp_path / "out", "--format", "float32") != 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
 def test_padded_rows_of_the_vocabulary_and_the_optimizer_are_left_out(source: Path, tmp_path: Path, capsys):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,8 +16,9 @@ from miles.models.checkpoint.convert import RECEIPT, Conversion, convert_checkpo
 from miles.models.checkpoint.safetensors_io import config_dtype, read_config
 from miles.models.checkpoint.tensor_sources import is_kv_cache_scale
 from miles.models.checkpoint.tiles import DTYPES
-from miles.models.checkpoint.torch_dist_folders import find_torch_dist
+from miles.models.checkpoint.torch_dist_folders import RELEASE, find_torch_dist
 from miles.precision.formats import FORMATS, WeightFormat, get_format
+from miles.schedule.hf_export import DRAFT, list_model_files
 
 _WIDE = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 _PROGRESS_LINES = 20
@@ -44,7 +46,9 @@ def convert(source: Path, target: Path, options: ConvertOptions) -> int:
     adapters = [Path(folder) for folder in options.adapter]
     conversion = plan_conversion(source, format=format, dtype=dtype, keep=options.keep, adapters=adapters)
     _print_plan(conversion, target)
-    convert_checkpoint(conversion, target, progress=_ProgressLines().show)
+    _write_with_draft(
+        source, target, Path(), lambda folder: convert_checkpoint(conversion, folder, progress=_ProgressLines().show)
+    )
     print(f"{target} is complete; {RECEIPT} in it lists the digests of all tensors.")
     return 0
 
@@ -63,7 +67,12 @@ def _convert_torch_dist(source: Path, saved: Path | None, target: Path, options:
         dtype = _WIDE.get(config_dtype(read_config(source)) or "bfloat16", torch.bfloat16)
         plan = torch_dist.plan_to_torch_dist(source, dtype=dtype)
         _print_torch_dist_plan(plan.left_out, source, target, plan.total_bytes)
-        torch_dist.convert_to_torch_dist(plan, target, progress=_ProgressLines().show)
+        _write_with_draft(
+            source,
+            target,
+            Path(RELEASE),
+            lambda folder: torch_dist.convert_to_torch_dist(plan, folder, progress=_ProgressLines().show),
+        )
     else:
         if options.format not in _WIDE:
             raise UsageError(
@@ -74,9 +83,35 @@ def _convert_torch_dist(source: Path, saved: Path | None, target: Path, options:
             saved, origin=_find_origin(saved, options.origin_hf_dir), dtype=_WIDE[options.format]
         )
         _print_torch_dist_plan(plan.left_out, saved, target, plan.total_bytes)
-        torch_dist.convert_from_torch_dist(plan, target, progress=_ProgressLines().show)
+        _write_with_draft(
+            saved,
+            target,
+            Path(),
+            lambda folder: torch_dist.convert_from_torch_dist(plan, folder, progress=_ProgressLines().show),
+        )
     print(f"{target} is complete; {RECEIPT} in it lists the digests of all tensors.")
     return 0
+
+
+def _write_with_draft(source: Path, target: Path, place: Path, write: Callable[[Path], None]) -> None:
+    """Write the target by ``write``, and a copy of the source's draft head to its folder ``place``; all or nothing."""
+    if not (source / DRAFT).is_dir():
+        write(target)
+        return
+    partial = target.with_name(f".{target.name}.with-draft")
+    if partial.exists():
+        shutil.rmtree(partial)  # of a conversion that was killed
+    try:
+        write(partial)
+        files = list_model_files(source / DRAFT)
+        (partial / place / DRAFT).mkdir()
+        for file in files:
+            shutil.copyfile(file, partial / place / DRAFT / file.name)
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    print(f"  {DRAFT}/: a draft head, {format_bytes(sum(file.stat().st_size for file in files))}, copied as it is")
 
 
 def _find_origin(saved: Path, origin: str | None) -> Path:
