@@ -34,7 +34,7 @@ def capture_megatron_activations(backbone: GPTBackbone, spec: DecoderSpec, trace
     for index, layer in enumerate(decoder.layers):
         hooks += _hook_layer(layer, spec, index, trace)
         if isinstance(layer.mlp, DecoderMoe):
-            patch_router(layer.mlp.moe, index, trace, patched)
+            patch_router(layer.mlp.moe_mlp, index, trace, patched)
         elif isinstance(spec.layers[index].ffn, MoeSpec):
             router = layer.mlp.router
             router.gating = _record_scores(router.gating, index, trace)
@@ -60,11 +60,11 @@ def _hook_layer(layer: Any, spec: DecoderSpec, index: int, trace: ActivationTrac
         return hooks
     beside = isinstance(layer.mlp, DecoderMoe) and layer.mlp.mlp_norm is not None
     if beside:  # two branches of the residual stream, which the decoder has no operation for
-        hooks.append(layer.mlp.moe.router.register_forward_hook(_record_output(trace, index, "router")))
+        hooks.append(layer.mlp.moe_mlp.router.register_forward_hook(_record_output(trace, index, "router")))
         return hooks
     hooks.append(layer.mlp.register_forward_hook(_record_output(trace, index, "mlp", bias=True)))
     if isinstance(layer.mlp, DecoderMoe):
-        hooks.append(layer.mlp.moe.router.register_forward_hook(_record_output(trace, index, "router")))
+        hooks.append(layer.mlp.moe_mlp.router.register_forward_hook(_record_output(trace, index, "router")))
     elif isinstance(spec.layers[index].ffn, MoeSpec):
         hooks.append(layer.mlp.router.register_forward_hook(_record_routing(trace, index)))
     return hooks

@@ -23,6 +23,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from miles.backends.megatron.packed_batch import PackedParams
 from miles.backends.megatron.parallel_state import MegatronGroup
@@ -110,6 +111,7 @@ class BatchInvariantQKVLinear(BatchInvariantColumnLinear):
         super().__init__(*args, config=config, **kwargs)
         ranks, groups = self.output_size // self.output_size_per_partition, config.num_query_groups
         assert groups is not None and groups % ranks == 0, "a rule refuses more ranks than key-value heads"
+        assert config.kv_channels is not None, "set with the heads"
         heads = (config.num_attention_heads // ranks, groups // ranks, config.kv_channels)
         mapping = ParamMapping(shape=(self.output_size_per_partition,), tp_shard=TpShard(), heads=heads)
         place_N = mapping.to_megatron(torch.arange(self.output_size_per_partition, device="cpu"))
@@ -191,6 +193,7 @@ class BatchInvariantMLP(MLP):
 
     def __init__(self, config: DecoderTransformerConfig) -> None:
         group = get_tensor_model_parallel_group()
+        assert isinstance(group, ProcessGroup), "this rank is in one"
         super().__init__(config, MLP_SUBMODULES, ffn_hidden_size=config.ffn_hidden_size, tp_group=group)
         self.activation: Activation = find_mlp_activation(config)
 
@@ -219,6 +222,7 @@ class BatchInvariantSelfAttention(SelfAttention):
         mixer = config.decoder_spec.layers[layer_number - 1].mixer
         assert isinstance(mixer, AttentionSpec)
         self.spec = mixer
+        self._norm_offset = config.decoder_spec.norm_offset
 
     def forward(self, *args: Any, packed_seq_params: PackedParams | None = None, **kwargs: Any) -> Any:
         assert packed_seq_params is not None
@@ -234,6 +238,7 @@ class BatchInvariantSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values after QK-norm and RoPE, [t, 1, heads, d]."""
         assert key_value_states is None and split_qkv and not output_gate
+        assert isinstance(self.linear_qkv, BatchInvariantQKVLinear)
         qkv, _ = self.linear_qkv(hidden_states)
         each = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
         by_group = qkv.squeeze(1).unflatten(-1, (self.num_query_groups_per_partition, each + 2, -1))
@@ -270,11 +275,16 @@ class BatchInvariantSelfAttention(SelfAttention):
             head_dim=spec.head_dim,
             interleaved=spec.rope is not None and spec.rope.interleaved,
             eps=self.config.layernorm_epsilon,
-            offset=self.config.decoder_spec.norm_offset,
+            offset=self._norm_offset,
         )
         qkv_tN = torch.cat((q_tHd, k_tGd, v_tGd), 1).flatten(1)
         q_weight_d, k_weight_d = (
-            norm.weight if spec.qk_norm == "head" else None for norm in (self.q_layernorm, self.k_layernorm)
+            _get_weight(norm) if spec.qk_norm == "head" else None for norm in (self.q_layernorm, self.k_layernorm)
         )
         cos_sin = positions.cos_sin_table(spec.rope, spec.head_dim)
         return invariant_qk.qk_norm_rope(qkv_tN, *cos_sin, q_weight_d, k_weight_d, shape)
+
+
+def _get_weight(norm: object) -> Tensor:
+    assert isinstance(norm, nn.Module)
+    return norm.get_parameter("weight")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -77,6 +78,7 @@ class BatchInvariantSharedExperts(SharedExpertMLP):
         assert shared is not None
         self.activation: Activation = shared.activation
         for module in (self.linear_fc1, self.linear_fc2):
+            assert isinstance(module, ColumnParallelLinear | RowParallelLinear)
             module.explicit_expert_comm = True  # the layer communicates
 
     def forward(self, hidden_states: Tensor) -> Tensor:

@@ -317,9 +317,15 @@ class DecoderMoe(DecoderModule):
         """What takes the replay and the losses of a micro-batch: the module itself."""
         return self
 
-    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+    @property
+    def moe_mlp(self) -> MoeMlp:
+        """The decoder's module."""
         moe = self.get_submodule("moe")
         assert isinstance(moe, MoeMlp)
+        return moe
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        moe = self.moe_mlp
         x_sD = hidden_states.flatten(0, 1)
         routing = Routing() if self.router_replay is None else LayerRouting(self.router_replay)
         routing.tokens_T = self.tokens_s

@@ -10,11 +10,12 @@ Shapes: t slots of this rank, I inputs, N outputs of the layer's part.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
@@ -68,7 +69,7 @@ def attach_adapters(
     of other adapters must be removed before; modules of the decoder have the last ones that were attached.
     """
     hooks: list[RemovableHandle] = []
-    layers: dict[int, Any] = {layer.layer_number - 1: layer for chunk in chunks for layer in chunk.decoder.layers}
+    layers = dict(_number_layers(chunks))
     decoder: dict[str, dict[str, nn.Module]] = {}
     decoder_names: list[str] = []
     tower = next((chunk for chunk in chunks if chunk.vision is not None), None)
@@ -102,6 +103,14 @@ def attach_adapters(
             # Layers that are recomputed have gradients only if their input has.
             hooks.append(chunk.embedding.register_forward_hook(_require_grad))
     return hooks
+
+
+def _number_layers(chunks: Sequence[GPTBackbone]) -> Iterator[tuple[int, TransformerLayer]]:
+    """Yield the layers of this rank, numbered as in the model."""
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            assert isinstance(layer, TransformerLayer)
+            yield layer.layer_number - 1, layer
 
 
 def _find_module(layer: nn.Module, name: str) -> nn.Module:
