@@ -16,7 +16,7 @@ from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.launch.main import main
 from miles.launch.plan.hardware import choose_device
-from miles.launch.plan.memory import MemoryShare, estimate_memory, format_bytes
+from miles.launch.plan.memory import MemoryShare, estimate_kv_tokens, estimate_memory, format_bytes
 from miles.launch.plan.plan import Plan
 from miles.launch.plan.render import format_batch_sizes, format_objective
 from miles.launch.read_config import read
@@ -336,6 +336,27 @@ def test_the_cache_is_sized_by_what_can_run_at_once():
     ):
         (share,) = (s for s in estimate_memory(*planned(line), spec) if s.name == "kv cache")
         assert f"{tokens:,} tokens" in share.note
+
+
+def test_the_cache_is_sized_by_the_limits_of_prompts_and_responses_where_they_bound_requests(tmp_path: Path):
+    spec = spec_from_config(read_config("model"))
+
+    def need(line: str = "") -> int:
+        base = "--device cpu --engine-max-running 10 --engine-page-size 1 --rollout-max-response-len 20"
+        config, plan = planned(f"{base} {line}")
+        return estimate_kv_tokens(config, plan, spec)[0] // 10
+
+    (tmp_path / "held_out.jsonl").write_text('{"input": "1", "label": "1"}\n')
+    held_out = f"--rollout-max-prompt-len 30 --eval-prompt-data held {tmp_path / 'held_out.jsonl'}"
+    assert need() == 512  # a prompt may have any length
+    assert need("--rollout-max-prompt-len 30") == 50
+    assert need("--rollout-max-prompt-len 30 --rollout-max-context-len 40") == 40
+    assert need(held_out) == 50
+    assert need(f"{held_out} --eval-max-response-len 100 --eval-max-prompt-len 31") == 131
+    assert need("--rollout-max-prompt-len 500") == 512
+    # Of these nobody knows how many tokens their requests have.
+    for function in ("--custom-generate-function-path", "--rollout-function-path"):
+        assert need(f"--rollout-max-prompt-len 30 {function} some.function") == 512
 
 
 def test_a_vision_tower_takes_memory_for_features_and_activations():

@@ -65,6 +65,7 @@ from miles.models.lora.targets import LoraSpec
 from miles.models.parallel.tp_sharding import shard_spec
 from miles.models.spec import DecoderSpec
 from miles.rollout.config import resolve_context_limit
+from miles.rollout.eval_options import list_set_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -594,22 +595,43 @@ def _estimate_images(config: Config, spec: DecoderSpec, dtype: str) -> tuple[Mem
     return (MemoryShare(name="images", bytes=size, note=note),) if size else ()
 
 
+def bound_request_length(config: Config, plan: Plan, positions: int) -> int:
+    """Tokens that no request of a run exceeds, its response included.
+
+    With limits of prompts and responses it is their sum, where Miles itself makes each request from one prompt; in
+    evaluation too. Elsewhere (turns, agents, functions of the user's) it is the context limit.
+    """
+    rollout, hooks = config.rollout, config.hooks
+    limit = resolve_context_limit(rollout, positions)
+    is_own = _makes_single_samples(config) and hooks.data_source_path is None and hooks.eval_function_path is None
+    if not is_own or rollout.rollout_max_prompt_len is None:
+        return limit
+    lengths = [rollout.rollout_max_prompt_len + rollout.rollout_max_response_len]
+    for name in plan.eval_sets:
+        own = replace(rollout, **list_set_options(rollout, name))
+        prompt = own.eval_max_prompt_len or rollout.rollout_max_prompt_len
+        lengths.append(prompt + (own.eval_max_response_len or rollout.rollout_max_response_len))
+    return min(limit, max(lengths))
+
+
 def estimate_kv_tokens(
     config: Config, plan: Plan, spec: DecoderSpec, draft: DraftSpec | DecoderSpec | None = None
 ) -> tuple[int, str]:
-    """How many tokens the KV cache holds, and why; the same rule as the engine's, as far as known here.
+    """How many tokens the KV cache needs, and why: those of all requests that run at once, within the memory.
 
-    The keys of a ``draft`` take memory beside the policy's.
+    The engine takes more where it has the memory: requests of as many tokens as the model has positions. The keys of a
+    ``draft`` take memory beside the policy's.
     """
     if config.native.engine_kv_tokens is not None:
         return config.native.engine_kv_tokens, "--engine-kv-tokens"
     page, running = config.native.engine_page_size, count_running_requests(config, plan.device, spec)
     part = config.native.engine_memory_fraction
-    longest = resolve_context_limit(config.rollout, spec.max_positions)
+    longest = bound_request_length(config, plan, spec.max_positions)
     most = running * (-(-longest // page) * page)
     why = f"{running} requests of {longest:,} positions"
     if plan.device != "cpu":
-        return most, f"{why} at most; the engine takes at most {part:.0%} of the free memory"
+        room = "" if longest == spec.max_positions else f", room for {spec.max_positions:,} each"
+        return most, f"{why} at most; the engine takes at most {part:.0%} of the free memory{room}"
     free = get_free_memory()
     layers = [spec] if draft is None else [spec, draft.decoder if isinstance(draft, DraftSpec) else draft]
     each = max(1, sum(kv_bytes_per_token(part, plan.dtype, config.models.numerics) for part in layers))
