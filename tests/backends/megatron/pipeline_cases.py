@@ -39,7 +39,7 @@ class PipelineCase:
 
     @property
     def config(self) -> TrainConfig:
-        return TrainConfig(max_tokens_per_gpu=LENGTH, **self.train)
+        return TrainConfig(train_backend="megatron", max_tokens_per_gpu=LENGTH, **self.train)
 
 
 @dataclass(frozen=True)

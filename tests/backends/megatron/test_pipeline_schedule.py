@@ -28,6 +28,7 @@ TWO = [
     PipelineCase(kind="qwen3 untied", count=4),
     PipelineCase(kind="qwen3 untied", count=1),
     PipelineCase(kind="qwen3", count=3, train=AGAIN),
+    PipelineCase(kind="qwen3", count=3, train={"recompute_granularity": "selective"}),
     PipelineCase(kind="qwen3 untied", count=6, flags=INTERLEAVED),
     PipelineCase(kind="qwen3 untied", count=3, flags=INTERLEAVED),
     PipelineCase(kind="qwen3 untied", count=4, flags=INTERLEAVED, train=AGAIN),

@@ -323,7 +323,7 @@ def list_rank_moments(
         -(-tokens // layout.context),
         size=BYTES[dtype],
         fused=fused,
-        recompute=get_recompute_mode(config),
+        recompute=get_counted_recompute(config),
         first=get_recompute_layers(config),
         sequence=layout.tensor if layout.sequence else 1,
         lora=lora,
@@ -353,6 +353,12 @@ def get_frozen_vision(config: TrainConfig) -> FrozenVision:
 def get_recompute_mode(config: TrainConfig) -> RecomputeMode:
     """What the backward pass recomputes."""
     return config.recompute_granularity or ("full" if config.gradient_checkpointing else "none")
+
+
+def get_counted_recompute(config: TrainConfig) -> RecomputeMode:
+    """What is recomputed and not saved; Megatron's ``selective`` is core attention, whose operands are saved."""
+    mode = get_recompute_mode(config)
+    return "none" if mode == "selective" and config.train_backend == "megatron" else mode
 
 
 def get_recompute_layers(config: TrainConfig) -> int | None:

@@ -18,6 +18,7 @@ from miles.launch.plan.layout_memory import (
     estimate_rank_lora_memory,
     estimate_rank_memory,
     estimate_single_peak,
+    get_counted_recompute,
     get_frozen_vision,
     get_megatron_flags,
     get_recompute_mode,
@@ -404,7 +405,7 @@ def _estimate_activations(config: Config, plan: Plan, spec: DecoderSpec, stage: 
     """Activations kept for the backward pass, of a pipeline stage those of all micro-batches in flight."""
     tokens, longest = _count_step_tokens(config, plan, spec)
     recompute = {"none": "", "full": ", layers recomputed", "selective": ", all but matmuls and attention recomputed"}
-    note = f"{tokens:,} tokens at once" + recompute[get_recompute_mode(config.train)]
+    note = f"{tokens:,} tokens at once" + recompute[get_counted_recompute(config.train)]
     if plan.layout.context > 1:
         note += f", over {plan.layout.context} context ranks"
     peak = _find_single_peak(config, plan, spec)
