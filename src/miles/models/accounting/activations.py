@@ -400,11 +400,17 @@ def list_step_moments(
     between = before - tied + (tokens * _join_bytes(spec, size) if is_last else 0.0)
     head = between
     if is_last:
-        # The hidden states before and after their norm, and logits; or the gradients where streams are joined.
         logits = _head_bytes(spec, tokens, size, fused, is_trained=lora is None, keeps_grads=keeps_logit_grads)
-        joining = between + tied + tokens * _join_gradient_bytes(spec, size)
-        head = max(between + tokens * 2 * spec.hidden_size * size + logits, joining)
+        head = _behind_layers_bytes(spec, tokens, size, between, logits, tied)
     return StepMoments(round(head), tuple(wides), tuple(held), round(between - tables))
+
+
+def _behind_layers_bytes(spec: DecoderSpec, tokens: int, size: int, between: float, logits: float, tied: int) -> float:
+    """Compute what there is behind the layers: ``between`` forward and backward, and the hidden states before and after
+    their norm with the ``logits``, or the gradients where streams are joined.
+    """
+    joining = tied + tokens * _join_gradient_bytes(spec, size)
+    return between + max(tokens * 2 * spec.hidden_size * size + logits, joining)
 
 
 def _factor_bytes(spec: DecoderSpec, size: int, lora: LoraSpec | None, layers: int, recomputed: int) -> int:
