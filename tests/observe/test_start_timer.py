@@ -15,7 +15,7 @@ def test_phases_follow_each_other_and_add_up_to_the_total() -> None:
     timer.add("kernels_compiled", 1)
     timer.add("kernels_compiled", 1)
 
-    found = timer.finish({"rollout": 2.0, "train": 3.0, "publish": 0.5, "other": 9.0})
+    found = timer.finish({"rollout": 2.0, "offload": 0.0, "train": 3.0, "publish": 0.5, "other": 9.0})
 
     parts = {"start/kernels_compiled": 2.0, "start/total": 10.5}
     assert found == parts | {
@@ -23,6 +23,7 @@ def test_phases_follow_each_other_and_add_up_to_the_total() -> None:
         "start/imports": 2.0,
         "start/first_sync": 1.5,
         "start/first_rollout": 2.0,
+        "start/first_offload": 0.0,
         "start/first_train": 3.0,
         "start/first_publish": 0.5,
     }

@@ -38,6 +38,25 @@ def test_the_phases_of_a_step_follow_each_other_and_its_parts_lie_within(tmp_pat
     assert ends["train/pack"] == (6_500_000, 7_500_000) and ends["train/optimize"] == (7_500_000, 9_500_000)
 
 
+def test_the_device_is_handed_to_the_engines_before_an_evaluation_and_back_after_the_wait(tmp_path):
+    now = iter([14.0, 20.0])
+    trace = LoopTrace(tmp_path, clock=lambda: next(now))
+    trace(Evaluated(step=0, metrics={}, seconds={"evaluate": 4.0}))
+    seconds = {"offload": 1.5, "offload/to_rollout": 1.0, "rollout": 2.0, "offload/to_train": 0.5, "train": 3.0}
+    trace(StepFinished(step=1, version=Version(), metrics={}, seconds={**seconds, "publish": 0.5, "step": 7.0}))
+    trace.close()
+    spans = [record for record in read(tmp_path / "loop.json") if record["ph"] == "X"]
+    found = {record["name"]: (record["ts"] / 1e6, (record["ts"] + record["dur"]) / 1e6) for record in spans}
+    assert found == {
+        "offload/to_rollout 1": (9.0, 10.0),
+        "evaluate 0": (10.0, 14.0),
+        "rollout 1": (14.0, 16.0),
+        "offload/to_train 1": (16.0, 16.5),
+        "train 1": (16.5, 19.5),
+        "publish 1": (19.5, 20.0),
+    }
+
+
 def test_a_continued_run_adds_a_life_of_its_own(tmp_path):
     life(tmp_path, begin=0, at=[10.0, 14.0])
     life(tmp_path, begin=1, at=[30.0, 34.0])

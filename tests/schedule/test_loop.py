@@ -107,14 +107,22 @@ class Harness:
 
 
 class _Sleeper:
-    def __init__(self, harness: Harness, who: str) -> None:
+    """Takes ``sleeping`` and ``waking`` seconds of the clock ``now``."""
+
+    def __init__(
+        self, harness: Harness, who: str, now: list[float] | None = None, sleeping: float = 0.0, waking: float = 0.0
+    ) -> None:
         self.harness, self.who = harness, who
+        self.now = [0.0] if now is None else now
+        self.sleeping, self.waking = sleeping, waking
 
     async def sleep(self) -> None:
+        self.now[0] += self.sleeping
         assert self.who == "trainer" or not self.harness.busy, "put to sleep while writing"
         self.harness.awake[self.who] = False
 
     async def wake(self) -> None:
+        self.now[0] += self.waking
         self.harness.awake[self.who] = True
 
 
@@ -179,6 +187,31 @@ def test_colocated_planes_never_overlap(tmp_path):
         Loop(harness.planes, LoopSettings(steps=5, groups_per_step=4)).run()
     )  # the harness asserts who is awake
     assert harness.staleness == [0] * 5
+
+
+def test_the_time_of_a_step_has_both_hand_overs_and_no_evaluation(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+
+    class Slow(Harness):
+        async def evaluate(self):
+            now[0] += 1000.0
+            return await super().evaluate()
+
+        async def step(self, batch):
+            now[0] += 20.0
+            return await super().step(batch)
+
+    harness = Slow(tmp_path, colocated=True)
+    for who, spent in (("engine", (1.0, 2.0)), ("trainer", (4.0, 8.0))):
+        sleeper = _Sleeper(harness, who, now, *spent)
+        setattr(harness.planes.lease, f"_{who}", sleeper)
+    monkeypatch.setattr("miles.schedule.loop.time.perf_counter", lambda: now[0])
+    settings = LoopSettings(steps=3, groups_per_step=2, evaluate=Interval(every=1, at_start=True))
+    asyncio.run(Loop(harness.planes, settings).run())
+    steps = [event.seconds for event in harness.events if isinstance(event, StepFinished)]
+    handed = {"offload": 15.0, "offload/to_rollout": 6.0, "offload/to_train": 9.0}
+    own = {"rollout": 0.0, "train": 20.0, "publish": 0.0, "step": 35.0}
+    assert [{name: seconds[name] for name in (*handed, *own)} for seconds in steps] == [handed | own] * 3
 
 
 def test_a_failing_reward_ends_the_run_and_is_the_error_shown(tmp_path):

@@ -153,14 +153,17 @@ EVAL = _parse_rows(
 SECONDS = _parse_rows(
     """
     rollout             | seconds  | Waiting for the batch's groups.
+    offload             | seconds  | Handing the device to the engines and back; next to nothing if planes share none.
     train               | seconds  | The training step, all its optimizer steps together.
     publish             | seconds  | Weight update of the engines.
-    step                | seconds  | The whole step, from the first wait to the new version being live.
+    step                | seconds  | The whole step, until the new version is live: the sum of these four.
     evaluate            | seconds  | Generation and scoring of all held-out sets.
     train/compute_per_token | seconds | Compute time per token of rank 0, without waiting: forward pass and loss.
     train/compute_per_token_median | seconds | Compute time per token, median over the ranks.
     train/straggler_ratio | ratio   | Compute time per token of the slowest rank relative to the median of the others.
     train/<part>   | seconds | A phase of the training step.
+    offload/to_rollout | seconds | Before the wait for groups: trainers offload their state, engines take their memory.
+    offload/to_train | seconds | Before the training step: engines release their memory, trainers take their state.
     publish/bytes  | bytes   | Bytes of weights sent to each server.
     publish/<part> | seconds | A phase of the weight update.
     start/total    | seconds | In the first step of a process: from the start of the process to the end of that step.

@@ -3,7 +3,7 @@
     config, imports, run_dir, tokenizer, prompts, weights, engine, trainer, loop    until the loop is built
     kernels                                      waiting for kernels that are compiled in other processes
     first_sync                                   the first weights of the engines, and evaluation before training
-    first_rollout, first_train, first_publish    the first step
+    first_rollout, first_offload, first_train, first_publish    the first step
 
 Phases follow each other and add up to ``start/total``. Compiling kernels and capturing CUDA graphs happen inside of
 phases, mostly in the first rollout and the first training step, and are counted apart.
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-LOOP_PHASES = ("rollout", "train", "publish")
+LOOP_PHASES = ("rollout", "offload", "train", "publish")
 
 
 class StartTimer:

@@ -236,7 +236,7 @@ def step_seconds(seconds: Mapping[str, float]) -> float | None:
     """Return the time of the whole step, as recorded or as the sum of its phases."""
     if "step" in seconds:
         return seconds["step"]
-    phases = [seconds[name] for name in ("rollout", "train", "publish") if name in seconds]
+    phases = [seconds[name] for name in ("rollout", "offload", "train", "publish") if name in seconds]
     return sum(phases) if phases else None
 
 

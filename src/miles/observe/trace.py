@@ -18,7 +18,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from miles.core.events import Evaluated, Event, GroupFinished, RunStarted, Saved, StepFinished
@@ -26,7 +26,8 @@ from miles.core.types import TimeSpan
 
 _LOOP, _PARTS = 1, 2
 _FIRST_LANE = 3
-_PHASES = ("rollout", "train", "publish")
+_PHASES = ("offload/to_rollout", "rollout", "offload/to_train", "train", "publish")
+"""In the order of a step. An evaluation may be after the first."""
 _SEPARATOR = b",\n"
 _MIN_WAIT = 1e-3
 _CLOSE_SECONDS = 10.0
@@ -166,6 +167,7 @@ class LoopTrace:
             raise
         self._group_tracks = _FreeTracks()
         self._lanes: dict[str, int] = {}
+        self._evaluated = 0.0
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -181,6 +183,7 @@ class LoopTrace:
             case Evaluated() if "evaluate" in event.seconds:
                 start = self._clock() - event.seconds["evaluate"]
                 self._loop.write_span(f"evaluate {event.step}", _LOOP, start, event.seconds["evaluate"])
+                self._evaluated = event.seconds["evaluate"]
             case Saved():
                 self._loop.write_instant(f"saved {event.name}", _LOOP, self._clock())
             case _:
@@ -200,19 +203,23 @@ class LoopTrace:
     def _write_step(self, event: StepFinished) -> None:
         """Write the phases of a step, ending now, the parts of each phase, and the tracks of the ranks."""
         seconds, now = event.seconds, self._clock()
-        start = now - sum(seconds.get(phase, 0.0) for phase in _PHASES)
-        rollout = TimeSpan(name=f"wait for rollout {event.step}", start=start, seconds=seconds.get("rollout", 0.0))
-        for phase in _PHASES:
-            duration = seconds.get(phase, 0.0)
+        durations = {phase: seconds[phase] for phase in _PHASES if phase in seconds}
+        start = now - sum(durations.values())
+        rollout = TimeSpan(name=f"wait for rollout {event.step}", start=now, seconds=0.0)
+        for phase, duration in durations.items():
+            if phase == "rollout":
+                rollout = replace(rollout, start=start, seconds=duration)
             args: dict[str, object] = {"version": event.version.number} if phase == "publish" else {}
             if phase == "publish" and "publish/bytes" in seconds:
                 args["bytes"] = seconds["publish/bytes"]
             category = "wait" if phase == "rollout" else ""
-            self._loop.write_span(f"{phase} {event.step}", _LOOP, start, duration, category=category, args=args)
+            begun = start - self._evaluated if phase == "offload/to_rollout" else start
+            self._loop.write_span(f"{phase} {event.step}", _LOOP, begun, duration, category=category, args=args)
             if phase != "train" or not event.spans:
                 for part in _list_parts(phase, start, seconds):
                     self._loop.write_span(part.name, _PARTS, part.start, part.seconds)
             start += duration
+        self._evaluated = 0.0
         self._write_lanes(event.spans, rollout)
         for name, value in seconds.items():
             if name.startswith("speculative/"):

@@ -62,6 +62,8 @@ from miles.schedule.checkpoints import CheckpointDirectory, Cursor, checkpoint_n
 from miles.schedule.oversampling import LEFTOVER, OVERSAMPLED, PARTIAL, STALE, LateGroups, Oversampling
 from miles.schedule.reorder_buffer import FinishedGroup, ReorderBuffer, keep_all
 
+TO_ROLLOUT = "offload/to_rollout"
+TO_TRAIN = "offload/to_train"
 _PROBE_SAMPLES = 8
 _SHOWN_TICKETS = 8
 
@@ -282,7 +284,9 @@ class Loop:
             if cursor.step > settings.steps or not started:  # > where it is continued with fewer steps than it has made
                 break
             self._late.live_step = cursor.step
+            clock = _Clock()
             await planes.lease.to_rollout()
+            clock.lap(TO_ROLLOUT)
             await self._evaluate(cursor.step)
             if cursor.step == settings.steps or self._stop:
                 break
@@ -290,7 +294,7 @@ class Loop:
                 assert planes.interruptible is not None
                 self._enter(ticket, begun.prompt, partial(planes.interruptible.resume_group, begun))
             self._admission.release(free_slots)
-            version = await self._run_step(cursor.step + 1, version)
+            version = await self._run_step(cursor.step + 1, version, clock)
             cursor, free_slots = self._build_cursor(cursor.step + 1, version), settings.groups_per_step
             await self._writer.settle(wait=False)
             if settings.save.due(cursor.step, last=settings.steps):
@@ -322,12 +326,15 @@ class Loop:
             publishing.cancel()
             await asyncio.wait((publishing,), timeout=_CANCEL_SECONDS)
 
-    async def _run_step(self, step: int, version: Version) -> Version:
-        planes, clock = self._planes, _Clock()
+    async def _run_step(self, step: int, version: Version, clock: _Clock) -> Version:
+        """Make a step, whose ``clock`` has the lap of handing the device to the engines already."""
+        planes = self._planes
+        clock.skip()
         batch, groups, dropped = await self._next_batch(step, version)
         interrupted = await self._interrupt_extra(step)
         clock.lap("rollout")
         await planes.lease.to_train()
+        clock.lap(TO_TRAIN)
         report = await planes.trainer.step(batch)
         clock.lap("train")
         publish_seconds = await planes.sync.publish(report.version)
@@ -340,14 +347,15 @@ class Loop:
             **interrupted,
         }
         engine_seconds = planes.take_engine_metrics()
+        laps = {"offload": clock.laps[TO_ROLLOUT] + clock.laps[TO_TRAIN], **clock.laps}
         train_seconds = {f"train/{name}": value for name, value in report.seconds.items()}
         seconds = {
-            **clock.laps,
+            **laps,
             "step": sum(clock.laps.values()),
             **train_seconds,
             **publish_seconds,
             **engine_seconds,
-            **planes.measure_rates(groups, metrics, {**clock.laps, **engine_seconds}),
+            **planes.measure_rates(groups, metrics, {**laps, **engine_seconds}),
         }
         planes.journal(
             StepFinished(
@@ -536,7 +544,7 @@ def measure_group_seconds(group: Group) -> dict[str, float]:
 
 
 class _Clock:
-    """Wall-clock laps, for metrics only."""
+    """Wall-clock laps, for metrics only; ``skip`` leaves out the time since the last one."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
@@ -546,6 +554,9 @@ class _Clock:
         now = time.perf_counter()
         self.laps[name] = now - self._last
         self._last = now
+
+    def skip(self) -> None:
+        self._last = time.perf_counter()
 
 
 def _format_all_dropped(step: int, count: int, dropped: Counter[str]) -> str:

@@ -123,7 +123,7 @@ def test_the_time_of_a_step_is_split_into_its_phases(tmp_path: Path):
     found = ask(build_example_api(tmp_path), "time", run="one")
     shares = {phase["name"]: phase["share"] for phase in found["phases"]}
     assert found["seconds_per_step"] == pytest.approx(1.0)
-    assert shares == pytest.approx({"rollout": 0.5, "train": 0.4, "publish": 0.1, "other": 0.0})
+    assert shares == pytest.approx({"rollout": 0.5, "offload": 0.0, "train": 0.4, "publish": 0.1, "other": 0.0})
     assert found["rates"]["rollout"] == pytest.approx(200.0)
     assert found["limit"]["seconds"] is None and "no limits.json" in found["limit"]["why"]
 
@@ -167,6 +167,7 @@ def test_the_time_of_a_step_is_held_against_its_limit_by_cause(tmp_path: Path):
             ("train", "compute"): 0.1,
             ("train", "beyond"): 0.3,
             ("publish", "no limit known"): 0.1,
+            ("offload", "no limit known"): 0.0,
             ("other", "no limit known"): 0.0,
         }
     )

@@ -14,7 +14,7 @@ from miles.observe.dashboard.time_limit import LIMIT, StepLimits, read_step_limi
 from miles.observe.metric import RATES
 from miles.observe.rollouts import step_path
 
-PHASES = ("rollout", "train", "publish")
+PHASES = ("rollout", "offload", "train", "publish")
 _SPEEDS = frozenset(metric.name for metric in RATES)
 _RATES = ("per_token", "ratio", "bytes")
 _CHART_POINTS = 400

@@ -6,9 +6,10 @@ import { h, numberTitle, replaceContent, table, visible } from "./dom.js";
 import { formatCount, formatNumber, formatSeconds, formatShare } from "./format.js";
 import { linkTo } from "./state.js";
 
-export const PHASE_COLORS = { rollout: "#0072B2", train: "#D55E00", publish: "#009E73", evaluate: "#CC79A7", save: "#E69F00", other: "#888888" };
+export const PHASE_COLORS = { rollout: "#0072B2", offload: "#56B4E9", train: "#D55E00", publish: "#009E73", evaluate: "#CC79A7", save: "#E69F00", other: "#888888" };
 const PHASE_TEXTS = {
   rollout: "waiting for the groups of the batch",
+  offload: "handing the device over between trainer and engines",
   train: "the training step",
   publish: "weight update of the engines",
   evaluate: "held-out sets, per step",
