@@ -91,7 +91,7 @@ class Driver:
 
 def test_it_comes_back_whole_or_not_at_all(monkeypatch):
     driver = Driver(2)
-    monkeypatch.setattr(module, "_driver", lambda: driver)
+    monkeypatch.setattr(module, "load_driver", lambda: driver)
     monkeypatch.setattr(module._Block, "bytes", lambda self: torch.ones(self._size, dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, GIB))
@@ -122,7 +122,7 @@ def test_a_driver_that_refuses_is_quoted(monkeypatch):
         def cuGetErrorString(self, failed, said):
             ctypes.cast(said, ctypes.POINTER(ctypes.c_char_p))[0] = b"operation not supported"
 
-    monkeypatch.setattr(module, "_driver", lambda: Refusing(1))
+    monkeypatch.setattr(module, "load_driver", lambda: Refusing(1))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     with pytest.raises(EngineError, match="cuMemAddressReserve failed: operation not supported"):
         module._Block(100, torch.device("cuda", 0))

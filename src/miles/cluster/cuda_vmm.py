@@ -87,7 +87,7 @@ def create_vmm_allocator(device: torch.device) -> VmmAllocator | None:
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
     supported = ctypes.c_int()
-    driver = _driver()
+    driver = load_driver()
     known = driver is not None and not driver.cuDeviceGetAttribute(ctypes.byref(supported), _VMM_SUPPORTED, index)
     return VmmAllocator(device) if known and supported.value else None
 
@@ -144,7 +144,7 @@ class _Block:
         """Allocate physical memory."""
         handle, zero = ctypes.c_uint64(), ctypes.c_uint64(0)
         for retry in (False, True):
-            status = _driver().cuMemCreate(ctypes.byref(handle), self._mapped_size, ctypes.byref(self._props), zero)
+            status = load_driver().cuMemCreate(ctypes.byref(handle), self._mapped_size, ctypes.byref(self._props), zero)
             if status != _OUT_OF_MEMORY:
                 break
             if not retry:
@@ -153,7 +153,8 @@ class _Block:
             free = torch.cuda.mem_get_info(self._device)[0]
             raise EngineError(
                 f"the KV cache needs {self._mapped_size.value / 2**30:.1f} GiB on {self._device}, but "
-                f"{free / 2**30:.1f} GiB are free; lower --engine-memory-fraction or --engine-kv-tokens"
+                f"{free / 2**30:.1f} GiB are free; lower --engine-memory-fraction or --engine-kv-tokens, "
+                "or use --offload-train"
             )
         _check("cuMemCreate", status)
         return handle
@@ -174,7 +175,7 @@ def _free(device: torch.device, address: ctypes.c_uint64, size: ctypes.c_size_t,
 
 
 @cache
-def _driver() -> Any:
+def load_driver() -> Any:
     """The CUDA driver library, which torch has loaded; None if there is none."""
     try:
         return ctypes.CDLL("libcuda.so.1")
@@ -183,12 +184,12 @@ def _driver() -> Any:
 
 
 def _call(name: str, *args: Any) -> None:
-    _check(name, getattr(_driver(), name)(*args))
+    _check(name, getattr(load_driver(), name)(*args))
 
 
 def _check(name: str, status: int) -> None:
     if status:
         message = ctypes.c_char_p()
-        _driver().cuGetErrorString(status, ctypes.byref(message))
+        load_driver().cuGetErrorString(status, ctypes.byref(message))
         why = message.value.decode() if message.value else f"error {status}"
         raise EngineError(f"the CUDA driver call {name} failed: {why}; disable it with --disable-engine-cuda-graph")

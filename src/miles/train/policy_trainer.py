@@ -228,8 +228,8 @@ class PolicyTrainer:
 
         Those are the policy's weights if ``shares_weights``. A critic with a dedicated device stays there.
         """
-        if self._offload:
-            await self._run(lambda: self._move(torch.device("cpu")))
+        if self._device.type != "cpu":
+            await self._run(self._release)
 
     async def wake(self) -> None:
         if self._offload:
@@ -289,6 +289,11 @@ class PolicyTrainer:
         for name, parameter in self._actor.parameters().items():
             targets[name].copy_(parameter)
         self._reference.after_update()
+
+    def _release(self) -> None:
+        if self._offload:
+            self._move(torch.device("cpu"))
+        torch.cuda.empty_cache()  # an engine may be in another process, which cannot use what torch has cached here
 
     def _move(self, device: torch.device) -> None:
         self._optimizer.move(device)

@@ -236,3 +236,46 @@ def test_moving_the_state_changes_no_number():
     before = {n: v.clone() for n, v in optimizer.state().items()}
     optimizer.move(torch.device("cpu"))
     assert all(torch.equal(before[n], v) for n, v in optimizer.state().items())
+
+
+@pytest.fixture
+def offloads_here(monkeypatch):
+    """A CPU counts as another device than the host: states are moved to host copies."""
+    monkeypatch.setattr("miles.cluster.host_copies._is_on", lambda tensor, device: False)
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_saving_and_loading_are_the_same_with_host_copies(dtype, moments, offloads_here):
+    here, moved = parameters(dtype), parameters(dtype)
+    one, other = (build(params, optimizer_state_dtype=moments) for params in (here, moved))
+    host, device = torch.device("cpu"), torch.device("cpu", 0)
+    for seed in range(4):
+        other.move(host)
+        kept = {name: value.clone() for name, value in other.state().items()}
+        assert all(torch.equal(value, kept[name]) for name, value in one.state().items())
+        if seed == 2:  # restored while it is offloaded
+            other.load(kept, updates=2)
+        other.move(device)
+        give(here, seed)
+        give(moved, seed)
+        assert one.step() == other.step()
+    assert all(torch.equal(here[n], moved[n]) for n in SHAPES)
+    assert list(one.state()) == list(other.state())
+
+
+def test_an_offloaded_optimizer_leaves_nothing_behind(offloads_here):
+    params = parameters(torch.bfloat16)
+    optimizer = build(params)
+    give(params, 0)
+    optimizer.step()
+    gc.disable()
+    try:
+        for _ in range(2):
+            optimizer.move(torch.device("cpu"))
+        blocks = [weakref.ref(place.block) for place in optimizer._host_copies._places.values()]
+        assert optimizer._host_copies.bytes == optimizer.bytes
+        del optimizer
+        assert {block() for block in blocks} == {None}
+    finally:
+        gc.enable()

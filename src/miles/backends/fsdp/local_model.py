@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from miles.backends.fsdp.routing_replay import RoutingStats, build_routing, collect_routing_stats
+from miles.cluster.host_copies import HostCopies
 from miles.core.errors import CheckpointError, MilesError
 from miles.kernels.attention.gather_rows import index_rows
 from miles.kernels.numerics import Numerics
@@ -67,9 +69,12 @@ class _Unsharded:
     def shard(self, name: str, full: Tensor) -> Tensor:
         return full
 
+    @cached_property
+    def _host_copies(self) -> HostCopies:
+        return HostCopies()
+
     def move(self, device: torch.device) -> None:
-        for parameter in self.parameters().values():
-            parameter.data = parameter.data.to(device)
+        self._host_copies.move(self.parameters(), device)
 
 
 class LocalModel(_Unsharded):

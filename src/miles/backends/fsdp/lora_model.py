@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from miles.cluster.host_copies import HostCopies
 from miles.core.errors import CheckpointError
 from miles.kernels.numerics import Numerics
 from miles.models.checkpoint import hf, peft
@@ -85,6 +86,7 @@ class LoraModel:
         self._merges_on = base_model.device
         self._adapters = LoraAdapters(lora, device=base_model.device, seed=seed)
         self._base = self._attach()
+        self._host_copies = HostCopies()
         if lora.use_dora and start is None:
             self.after_update()
             self._adapters.reset_magnitudes()
@@ -203,7 +205,7 @@ class LoraModel:
     def move(self, device: torch.device) -> None:
         self._base_model.move(device)
         self._adapters.to(device)
-        self._base = {name: base.to(device) for name, base in self._base.items()}
+        self._host_copies.move(self._base, device)
 
     def forward_backward(self, plan: Sequence[MicroBatch], judge: LossCallback) -> list[KeptTensors]:
         return self.run_with_dropout(self._base_model.forward_backward, plan, judge)

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from miles.cluster.host_copies import HostCopies
+
 _WIDE = (torch.float32, torch.float64)
 
 
@@ -23,6 +25,7 @@ class MasterParams:
         self._module = module
         self._module_params: dict[str, nn.Parameter] = dict(module.named_parameters())
         self._low_precision: list[str] = []
+        self._host_copies = HostCopies()
         self.tensors: Mapping[str, Tensor] = {
             name: self._build_master(name, param) for name, param in self._module_params.items()
         }
@@ -70,8 +73,7 @@ class MasterParams:
             param = self._module_params[name]
             if isinstance(param, DTensor):
                 master.data = _local(param)
-            elif master is not param:
-                master.data = master.data.to(device)
+        self._host_copies.move({name: self.tensors[name] for name in self._low_precision}, device)
 
 
 def _local(tensor: Tensor) -> Tensor:

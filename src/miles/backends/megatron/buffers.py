@@ -8,6 +8,7 @@ the distributed optimizer updates that range and all-gathers it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from miles.backends.megatron.layer_spec import GPTBackbone
 from miles.backends.megatron.param_mapping import ParamMapping
 from miles.backends.megatron.param_registry import ParamRegistry
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
+from miles.cluster.host_copies import HostCopies
 
 
 class ParamGradBuffers:
@@ -37,6 +39,7 @@ class ParamGradBuffers:
         assert tf_config.calculate_per_token_loss
         self.tf_config = tf_config
         self._device, self._offloaded = tf_config.param_device, False
+        self._host_copies = HostCopies()
         self._dense: dict[str, Tensor] = {}
         for name, mapping in mappings.items():
             tensors = registry.modules(name)
@@ -76,7 +79,13 @@ class ParamGradBuffers:
         if offloaded is self._offloaded:
             return
         self._offloaded = offloaded
-        self.relocate(lambda flat: flat.to(device))
+        numbers = count()
+
+        def copy(flat: Tensor) -> Tensor:
+            name = f"weights {next(numbers)}"
+            return self._host_copies.copy({name: flat}, device)[name]
+
+        self.relocate(copy)
         for each in self.ddp_chunks:
             each.offload_grad_buffers() if offloaded else each.restore_grad_buffers()
         if not offloaded:

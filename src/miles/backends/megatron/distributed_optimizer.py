@@ -25,6 +25,7 @@ from miles.backends.megatron.buffers import ParamGradBuffers, get_main_grad
 from miles.backends.megatron.parallel_state import ParallelState
 from miles.backends.megatron.param_mapping import ParamMapping
 from miles.backends.megatron.param_registry import ParamRegistry
+from miles.cluster.host_copies import HostCopies
 from miles.core.errors import CheckpointError, UsageError
 from miles.models.optim_groups import is_vision_param
 from miles.train.config import TrainConfig
@@ -88,6 +89,7 @@ class MegatronOptimizer:
             None if config.vision_lr is None else build_vision_lr_schedule(schedule, config.vision_lr)
         )
         self._rate = rate
+        self._host_copies = HostCopies()
         self._names = [name for name, p in registry.parameters.items() if p.requires_grad]
         self._steps: dict[str, int] = {}
         self.inner: Any = self._build_inner()
@@ -203,11 +205,14 @@ class MegatronOptimizer:
 
     def move(self, device: torch.device) -> None:
         """Move moments and master weights to ``device``; masters that are the weights themselves move with these."""
-        for span in (s for found in self._ranges.values() for s in found):
-            if span.has_master:
-                span.master.data = span.master.data.to(device)
-            state = span.rule.state.get(span.master, {})
-            state.update({key: state[key].to(device) for key in (FIRST, SECOND) if key in state})
+        moved: dict[str, Tensor] = {}
+        for name, ranges in self._ranges.items():
+            for number, span in enumerate(ranges):
+                state = span.rule.state.get(span.master, {})
+                moved |= {f"{key}.{name}.{number}": state[key] for key in (FIRST, SECOND) if key in state}
+                if span.has_master:
+                    moved[f"{MASTER}.{name}.{number}"] = span.master
+        self._host_copies.move(moved, device)
 
     @property
     def bytes(self) -> int:

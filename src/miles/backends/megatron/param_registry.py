@@ -28,6 +28,7 @@ from miles.backends.megatron.param_mapping import (
     possible_names,
 )
 from miles.backends.megatron.transformer_config import DecoderTransformerConfig
+from miles.cluster.host_copies import HostCopies
 from miles.models.layers.ngram_embedding import NGRAM_CONSTANTS
 from miles.models.optim_groups import TRAINED_VISION, FrozenVision, is_untrained_param, is_vision_param
 
@@ -70,6 +71,7 @@ class ParamRegistry:
         self._stages = _stages(found, list(self._mappings), state, tf_config.param_device)
         # Parameters with storage of their own, and gradients that accumulate outside the parameter.
         self._copies: dict[str, Tensor] = {}
+        self._host_copies = HostCopies()
         self._grad_sums: dict[str, Tensor | None] = {}
         self.parameters: Mapping[str, Tensor] = {
             name: self._build_parameter(name, tf_config) for name in self._mappings
@@ -133,19 +135,17 @@ class ParamRegistry:
 
     def move(self, device: torch.device) -> None:
         """Move everything to a device except what is in buffers; shared tensors stay shared."""
-        for name, parameter in self.parameters.items():
-            if self._buffers and name in self._modules and parameter.requires_grad:
-                if name in self._copies:
-                    parameter.data = parameter.data.to(device)
-                continue
-            parameter.data = parameter.data.to(device)
-            tensors = self._modules.get(name, [])
-            if name in self._copies:
-                for tensor in tensors:
-                    tensor.data = tensor.data.to(device)
-            else:
-                for tensor, part in zip(tensors, self._parts(name, parameter), strict=True):
-                    tensor.data = part.detach()
+        in_buffers = {
+            name for name, p in self.parameters.items() if self._buffers and name in self._modules and p.requires_grad
+        }
+        moved = {name: p for name, p in self.parameters.items() if name not in in_buffers or name in self._copies}
+        own = {name: tensors for name, tensors in self._modules.items() if name not in in_buffers}
+        for name in own.keys() & self._copies.keys():
+            moved |= {f"{name}, module {number}": tensor for number, tensor in enumerate(own[name])}
+        self._host_copies.move(moved, device)
+        for name in own.keys() - self._copies.keys():
+            for tensor, part in zip(own[name], self._parts(name, self.parameters[name]), strict=True):
+                tensor.data = part.detach()
 
     def _zeros(self, name: str) -> Tensor:
         tensor = self._modules[name][0]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from miles.cluster.host_copies import HostCopies
 from miles.kernels.fused.adamw import AdamwParams, can_fuse_adamw, fused_adamw
 from miles.train.config import TrainConfig
 from miles.train.optim import offload_pipeline
@@ -81,12 +82,12 @@ class Adam:
                 self._moments[param.name] = self._create_moments(param)
                 self._moments[param.name].load(state)
 
-    def move(self, device: torch.device) -> None:
+    def move(self, device: torch.device, copies: HostCopies) -> None:
         """Move the state to ``device``, unless it is offloaded to the host."""
         if not self._offloaded:
             self._state_device = StateDevice(device)
-            for moments in self._moments.values():
-                moments.move(device)
+            raws = [moments.list_raws() for moments in self._moments.values()]
+            copies.move({name: raw for found in raws for name, raw in found.items()}, device)
 
     @property
     def bytes(self) -> int:

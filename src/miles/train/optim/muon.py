@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from miles.cluster.host_copies import HostCopies
 from miles.models.optim_groups import MuonMatrices
 from miles.train.config import TrainConfig
 from miles.train.optim import offload_pipeline
@@ -100,12 +101,12 @@ class Muon:
             if f"{MOMENTUM}.{weight.name}" in state:
                 self._momentum(weight).load(state)
 
-    def move(self, device: torch.device) -> None:
+    def move(self, device: torch.device, copies: HostCopies) -> None:
         """Move the state to ``device``, unless it is offloaded to the host."""
         if not self._offloaded:
             self._state_device = StateDevice(device)
-            for moments in self._momenta.values():
-                moments.move(device)
+            raws = [moments.list_raws() for moments in self._momenta.values()]
+            copies.move({name: raw for found in raws for name, raw in found.items()}, device)
 
     @property
     def bytes(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from miles.cluster.host_copies import HostCopies
 from miles.core.errors import CheckpointError, MilesError, UsageError
 from miles.models.optim_groups import is_vision_param
 from miles.train.config import TrainConfig
@@ -37,7 +38,7 @@ class UpdateRule(Protocol):
     def step(self, lr: float, update: int, scale: Tensor | None = None) -> None: ...
     def state_factories(self) -> dict[str, Callable[[], Tensor]]: ...
     def load(self, state: dict[str, Tensor]) -> None: ...
-    def move(self, device: torch.device) -> None: ...
+    def move(self, device: torch.device, copies: HostCopies) -> None: ...
     @property
     def bytes(self) -> int: ...
 
@@ -95,6 +96,7 @@ class Optimizer:
         self._config = config
         self._offloaded = config.optimizer_cpu_offload
         self._shards = shards
+        self._host_copies = HostCopies()
         self._params = [TrainedParam(name, p, offloaded=self._offloaded) for name, p in parameters.items()]
         vision = [p for p in self._params if config.vision_lr is not None and is_vision_param(p.name)]
         self._rules = self._build_rules([p for p in self._params if p not in vision], model)
@@ -163,10 +165,10 @@ class Optimizer:
         With --optimizer-cpu-offload they are always on the host.
         """
         for rule in self._rules:
-            rule.move(device)
-        for weight in self._params:
-            if not weight.is_own_master and not self._offloaded:
-                weight.master = weight.master.to(device)
+            rule.move(device, self._host_copies)
+        if not self._offloaded:
+            masters = {f"{MASTER}.{p.name}": p.master for p in self._params if not p.is_own_master}
+            self._host_copies.move(masters, device)
 
     @property
     def bytes(self) -> int:

@@ -16,6 +16,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from miles.cluster.host_copies import HostCopies
 from miles.train.config import TrainConfig
 from miles.train.optim.adam import FIRST, SECOND, STEP, Adam
 from miles.train.optim.master_weights import TrainedParam, pop_state
@@ -157,9 +158,9 @@ class ShardedAdam:
                 own[f"{STEP}.{param.name}"] = count
         self._adam.load(own)
 
-    def move(self, device: torch.device) -> None:
+    def move(self, device: torch.device, copies: HostCopies) -> None:
         """Move the moments to ``device``."""
-        self._adam.move(device)
+        self._adam.move(device, copies)
 
     @property
     def bytes(self) -> int:

@@ -49,9 +49,13 @@ class OptimizerMoments:
             raw = self._raws[key]
             form.encode(raw, value.to(raw[0].device, torch.float32).flatten(), None)
 
-    def move(self, device: torch.device) -> None:
-        """Move them to ``device``."""
-        self._raws = {key: tuple(t.to(device) for t in raw) for key, raw in self._raws.items()}
+    def list_raws(self) -> dict[str, Tensor]:
+        """Return the raw tensors, each under a name that no other parameter has."""
+        return {
+            f"{key}.{self._param.name}.{number}": tensor
+            for key, raw in self._raws.items()
+            for number, tensor in enumerate(raw)
+        }
 
     @property
     def bytes(self) -> int:
