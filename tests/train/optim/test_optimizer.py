@@ -279,3 +279,28 @@ def test_an_offloaded_optimizer_leaves_nothing_behind(offloads_here):
         assert {block() for block in blocks} == {None}
     finally:
         gc.enable()
+
+
+def test_the_moments_of_a_first_step_are_one_piece_of_memory_if_there_is_one(monkeypatch):
+    def step():
+        params = parameters(torch.bfloat16)
+        optimizer = build(params)
+        give(params, 0)
+        optimizer.step()
+        raws = [raw for moments in optimizer._rules[0]._moments.values() for raw in moments.list_raws().values()]
+        return {raw.untyped_storage().data_ptr() for raw in raws}, raws, optimizer.state()
+
+    storages, raws, state = step()
+    assert len(storages) == 1 and len({raw.data_ptr() for raw in raws}) == 2 * len(SHAPES)
+    assert all(raw.data_ptr() % 64 == 0 for raw in raws)
+    zeros = torch.zeros
+
+    def refuse(size, **options):
+        if size == 2 * 512 * len(SHAPES):
+            raise torch.OutOfMemoryError("no piece of this size")
+        return zeros(size, **options)
+
+    monkeypatch.setattr(torch, "zeros", refuse)
+    scattered, _, same = step()
+    assert len(scattered) == len(SHAPES)
+    assert all(torch.equal(value, same[name]) for name, value in state.items())

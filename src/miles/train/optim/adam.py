@@ -27,13 +27,14 @@ from miles.train.optim.master_weights import (
     select_state_device,
 )
 from miles.train.optim.quantized_state import make_random_fn, select_formats
-from miles.train.optim.state import OptimizerMoments
+from miles.train.optim.state import OptimizerMoments, allocate_together
 
 FIRST = "exp_avg"
 SECOND = "exp_avg_sq"
 STEP = "step"
 # Elements of a slice: 64 MiB in float32. A multiple of the quantization block size.
 _SLICE = 1 << 24
+_META = StateDevice(torch.device("meta"))
 
 
 class Adam:
@@ -52,9 +53,7 @@ class Adam:
         params = [p for p in self._params if p.grad is not None and p.parameter.numel()]
         if not params:
             return
-        for param in params:
-            if param.name not in self._moments:
-                self._moments[param.name] = self._create_moments(param)
+        self._create_missing(params)
         if self._config.optimizer_state_dtype == "float32" and not self._offloaded:
             self._update_on_device(params, lr, scale)
         else:
@@ -94,8 +93,22 @@ class Adam:
         """Bytes of the moments."""
         return sum(m.bytes for m in self._moments.values())
 
-    def _create_moments(self, param: TrainedParam) -> OptimizerMoments:
-        device = self._state_device or select_state_device(param.device, offloaded=self._offloaded)
+    def _create_missing(self, params: Sequence[TrainedParam]) -> None:
+        missing = [param for param in params if param.name not in self._moments]
+        if not missing:
+            return
+        device = self._select_device(missing[0])
+        if device.pinned:
+            self._moments |= {param.name: self._create_moments(param) for param in missing}
+            return
+        self._moments |= {param.name: self._create_moments(param, on=_META) for param in missing}
+        allocate_together([self._moments[param.name] for param in missing], device.device)
+
+    def _select_device(self, param: TrainedParam) -> StateDevice:
+        return self._state_device or select_state_device(param.device, offloaded=self._offloaded)
+
+    def _create_moments(self, param: TrainedParam, *, on: StateDevice | None = None) -> OptimizerMoments:
+        device = on or self._select_device(param)
         first, second = select_formats(self._config.optimizer_state_dtype, param.parameter.numel())
         return OptimizerMoments(param, {FIRST: first, SECOND: second}, device)
 

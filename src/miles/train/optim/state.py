@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from miles.train.optim.master_weights import StateDevice, TrainedParam, pop_state
 from miles.train.optim.quantized_state import RandomFn, RawState, StateFormat
+
+# Of raw tensors in memory that they share, in bytes; as torch's allocator.
+_ALIGNMENT = 512
 
 
 class OptimizerMoments:
@@ -62,6 +65,21 @@ class OptimizerMoments:
         """Bytes of the moments."""
         return sum(t.nbytes for raw in self._raws.values() for t in raw)
 
+    def place(self, memory: Tensor) -> None:
+        """Have them in zeroed ``memory``, bytes of which there are at least ``spread_bytes``."""
+        start = 0
+        for key, raw in self._raws.items():
+            placed: list[Tensor] = []
+            for tensor in raw:
+                placed.append(memory[start : start + tensor.nbytes].view(tensor.dtype))
+                start += _align(tensor.nbytes)
+            self._raws[key] = tuple(placed)
+
+    @property
+    def spread_bytes(self) -> int:
+        """Bytes of the moments, each of which begins at a multiple of the alignment."""
+        return sum(_align(tensor.nbytes) for raw in self._raws.values() for tensor in raw)
+
     def _split(self, raws: RawState) -> list[tuple[StateFormat, RawState]]:
         out: list[tuple[StateFormat, RawState]] = []
         start = 0
@@ -70,3 +88,22 @@ class OptimizerMoments:
             out.append((form, raws[start : start + size]))
             start += size
         return out
+
+
+def allocate_together(moments: Sequence[OptimizerMoments], device: torch.device) -> None:
+    """Allocate moments that were created on the meta device, zeroed and as one piece of memory.
+
+    They come when gradients and activations are there. Allocated one by one they would be spread over memory that was
+    of activations, which could then not be given to an engine.
+    """
+    sizes = [each.spread_bytes for each in moments]
+    try:
+        parts = torch.zeros(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
+    except torch.OutOfMemoryError:  # there is not as much in one piece
+        parts = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+    for each, part in zip(moments, parts, strict=True):
+        each.place(part)
+
+
+def _align(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
