@@ -18,6 +18,11 @@ class DevicePeak:
     link: float | None = None
     memory_gb: int | None = None
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """The size of its memory; None where unknown."""
+        return None if self.memory_gb is None else self.memory_gb * 10**9
+
 
 # Part of a product's name, TFLOP/s, GB/s of memory, GB/s of its fastest link in one direction, and GB of memory (of one
 # die where a product has two devices, the smaller where there are two sizes); the first that matches counts.

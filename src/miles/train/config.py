@@ -205,7 +205,7 @@ class TrainConfig:
     offload_train: bool | None = option(
         None,
         "Offload the optimizer state to host memory while the engine uses the device; when not given, only if"
-        " it needs more than a quarter of the free memory.",
+        " the two do not fit on it together.",
     )
 
     offload: bool = option(False, "Short for --offload-train --offload-rollout.")

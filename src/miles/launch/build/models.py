@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 
-from miles.algo.config import CRITIC_ESTIMATORS
 from miles.algo.registry import AlgoHooks
 from miles.backends.fsdp.local_critic import LocalCritic
 from miles.backends.fsdp.local_model import LocalModel
@@ -33,10 +32,7 @@ from miles.kernels.numerics import Numerics
 from miles.launch.build.hooks import load_hook, load_trainer_hooks
 from miles.launch.config import Config
 from miles.launch.plan.layout_memory import (
-    estimate_rank_lora_memory,
-    estimate_rank_memory,
     get_frozen_vision,
-    get_megatron_flags,
     get_recompute_layers,
     get_recompute_mode,
     packs_reference,
@@ -51,6 +47,7 @@ from miles.launch.plan.lora import (
     shares_reference,
     starts_from_critic_adapter,
 )
+from miles.launch.plan.offload import choose_offload
 from miles.launch.plan.plan import Plan, choose_parity_tolerance
 from miles.launch.plan.prefix_sharing import choose_prefix_sharing
 from miles.models.activation_checkpointing import set_recompute
@@ -415,7 +412,7 @@ def build_policy_trainer(
         parity_tolerance=choose_parity_tolerance(config),
         parity_stop=config.schedule.parity_stop,
         parity_no_replay_interval=config.schedule.parity_no_replay_interval,
-        offload=_offloads_optimizer(config, plan, policy),
+        offload=_offloads_optimizer(config, plan, policy, models.dp_group),
         shares_weights=plan.transport == "shared",
         dp_group=models.dp_group,
         cost_fn=_choose_cost(config, policy.spec),
@@ -488,27 +485,13 @@ def _choose_cost(config: Config, spec: DecoderSpec) -> CostFn | None:
     return None if spec.vision is None else build_token_cost(spec)
 
 
-def _offloads_optimizer(config: Config, plan: Plan, policy: BaseCheckpoint) -> bool:
-    """Whether the optimizer is offloaded while the engine runs: as configured, else when it takes much memory."""
-    train = config.train
-    if train.offload and train.offload_train is None:
-        return True
-    if train.offload_train is not None:
-        return train.offload_train
-    count = 2 if config.algo.advantage_estimator in CRITIC_ESTIMATORS and train.critic_device == "auto" else 1
-    dtype, moments = str(policy.dtype).removeprefix("torch."), train.optimizer_state_dtype
-    megatron = get_megatron_flags(config, plan.device)
-    lora = build_lora(config.lora, policy.spec)
-    if lora is not None:
-        memory = estimate_rank_lora_memory(policy.spec, plan.layout, dtype, lora, moments=moments, megatron=megatron)
-    else:
-        memory = estimate_rank_memory(
-            policy.spec,
-            plan.layout,
-            dtype,
-            moments=moments,
-            optimizer=train.optimizer,
-            frozen_vision=get_frozen_vision(train),
-            megatron=megatron,
-        )
-    return count * memory.optimizer > policy.platform.free_bytes() // 4
+def _offloads_optimizer(config: Config, plan: Plan, policy: BaseCheckpoint, dp_group: DataParallelGroup) -> bool:
+    """Whether the trainer's state is offloaded while engines sample; the same on all ranks."""
+    found = policy.platform
+    nominal = None if found.peak is None else found.peak.memory_bytes
+    memory = min(found.memory_bytes, nominal or found.memory_bytes)
+    choice = choose_offload(config, plan, resolve_spec(policy.folder, config.models.model_impl), memory)
+    if choice.offloads or not choice.is_automatic:
+        return choice.offloads
+    # Other processes may have memory that the plan does not know of.
+    return bool(dp_group.union_names(["short"] if choice.optimizer > found.free_bytes() else []))

@@ -167,6 +167,7 @@ def read_policies(config: Config, plan: Plan | None = None) -> Policies:
         is_main, placement = policy is policies[0], placements[policy.name]
         own_plan = plan if plan is not None and is_main else build_plan(policy.config)
         own_plan = replace(own_plan, policy=None if is_main else policy.name, engine_offset=placement.engine_offset)
+        own_plan = replace(own_plan, num_policies=sum(each.owns_weights for each in policies))
         if plan is not None:
             own_plan = replace(own_plan, run_dir=plan.run_dir)
         factor = len(list_roles(policy, policies)) * policy.train_every

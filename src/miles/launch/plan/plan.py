@@ -62,6 +62,7 @@ class Plan:
     eval_sets: Mapping[str, str]
     downloads: tuple[PendingDownload, ...] = ()
     policy: str | None = None
+    num_policies: int = 1
     engine_offset: int = 0
 
     @property

@@ -15,6 +15,7 @@ from miles.launch.plan.drafts import choose_speculation
 from miles.launch.plan.hardware import choose_device, count_cores, get_free_memory
 from miles.launch.plan.memory import MemoryShare, estimate_memory, format_bytes
 from miles.launch.plan.objective_text import format_objective
+from miles.launch.plan.offload import CACHES
 from miles.launch.plan.plan import Plan, count_samples_per_prompt
 from miles.launch.plan.prefix_sharing import choose_prefix_sharing, format_prefix_sharing
 from miles.launch.plan.step_limit import DeviceLimit, estimate_step_limit, find_device_limit, format_step_limit
@@ -30,7 +31,7 @@ from miles.launch.plan.topology import (
 from miles.launch.policies.config import get_main_config
 from miles.launch.policies.plan import describe_policies, format_policies
 from miles.launch.recipes.catalog import Hardware
-from miles.launch.recipes.fit import CACHES, RecipePlan, estimate_fit, format_gb
+from miles.launch.recipes.fit import RecipePlan, estimate_fit, format_gb
 from miles.launch.rules.check import list_machine_problems
 from miles.launch.rules.paths import read_spec_or_none
 from miles.launch.upstream.verify import FlagOutcome, format_flag_outcomes, list_flag_outcomes
@@ -231,7 +232,11 @@ def _format_fit(config: Config, device: DeviceLimit) -> list[str]:
     if fit.plan.samples:
         phases.append(f"sampling {format_gb(fit.sampling)} beside a KV cache of {fit.requests} full sequences")
     lines = [f"{device.name}: {', '.join(phases)}; {format_gb(fit.usable)} are usable"]
-    return [*lines, *(f"does NOT fit: {problem}" for problem in problems)] if problems else [f"{lines[0]}: it fits"]
+    lines = [*lines, *(f"does NOT fit: {problem}" for problem in problems)] if problems else [f"{lines[0]}: it fits"]
+    if fit.plan.samples and fit.plan.lease == "colocated":
+        place = "in host memory" if fit.offload.offloads else "on the GPU"
+        lines.append(f"optimizer {place} while engines sample: {fit.offload.why}")
+    return lines
 
 
 def _describe_fit(config: Config, device: DeviceLimit) -> dict[str, Any] | None:
@@ -239,7 +244,8 @@ def _describe_fit(config: Config, device: DeviceLimit) -> dict[str, Any] | None:
         return None
     fit, problems = found
     sizes = {name: getattr(fit, name) for name in ("training", "sampling", "usable", "requests")}
-    return {"device": device.name, **sizes, "problems": problems}
+    offload = {"offloads": fit.offload.offloads, "why": fit.offload.why}
+    return {"device": device.name, **sizes, "offload": offload, "problems": problems}
 
 
 def _format_share(share: MemoryShare) -> str:

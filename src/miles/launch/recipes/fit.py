@@ -14,6 +14,16 @@ from miles.config.schema import get_options
 from miles.core.errors import UsageError
 from miles.launch.config import Config
 from miles.launch.plan.memory import MemoryShare, estimate_memory
+from miles.launch.plan.offload import (
+    CACHES,
+    ENGINE_SHARES,
+    OPTIMIZER_SHARES,
+    STEP_SHARES,
+    USABLE,
+    OffloadChoice,
+    add_shares,
+    choose_offload,
+)
 from miles.launch.plan.plan import Plan, build_plan
 from miles.launch.plan.running_requests import count_running_requests
 from miles.launch.plan.topology import count_engines, get_world_size, is_remote, shares_devices
@@ -26,16 +36,8 @@ from miles.models.resolve import resolve_spec
 from miles.models.spec import DecoderSpec
 from miles.rollout.config import resolve_context_limit
 
-USABLE = 0.9
-"""Share of a GPU's memory that is planned with; the rest is the driver's, the collectives' and fragmentation."""
 MIN_REQUESTS = 8
 """Requests of full length for which an engine must have a KV cache; with fewer, sampling is slower than it need be."""
-
-_ENGINE_SHARES = ("engine", "kv cache", "states", "images", "engine draft", "draft kv cache")
-CACHES = ("kv cache", "draft kv cache", "states")
-# What exists only within a step of the trainer.
-_STEP_SHARES = ("activations", "gathered", "vision tower", "draft activations")
-_OPTIMIZER_SHARES = ("optimizer", "critic adam", "draft adam")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,7 @@ class RecipePlan:
     training: int
     sampling: int
     host: int
+    offload: OffloadChoice
     requests: int
     num_gpus: int
     usable: int
@@ -76,7 +79,7 @@ def plan_recipe(recipe: Recipe) -> RecipePlan:
 def estimate_fit(config: Config, hardware: Hardware) -> RecipePlan:
     """The memory of a config, all its policies together, on that hardware."""
     policies = [policy.config for policy in get_policies(config) if policy.owns_weights] or [config]
-    fits = [_estimate_policy(policy, hardware) for policy in policies]
+    fits = [_estimate_policy(policy, hardware, len(policies)) for policy in policies]
     main = fits[0]
     return replace(
         main,
@@ -87,20 +90,23 @@ def estimate_fit(config: Config, hardware: Hardware) -> RecipePlan:
     )
 
 
-def _estimate_policy(config: Config, hardware: Hardware) -> RecipePlan:
-    plan = build_plan(config)
+def _estimate_policy(config: Config, hardware: Hardware, num_policies: int) -> RecipePlan:
+    plan = replace(build_plan(config), num_policies=num_policies)
     spec = resolve_spec(str(config.models.hf_checkpoint), config.models.model_impl)
     shares = estimate_memory(config, plan, spec)
     usable = round(hardware.gpu_gb * 1e9 * USABLE)
-    trainer = _add(shares, lambda name: name not in _ENGINE_SHARES)
-    engine = _add(shares, lambda name: name in _ENGINE_SHARES and name not in CACHES)
+    trainer = _add(shares, lambda name: name not in ENGINE_SHARES)
+    engine = _add(shares, lambda name: name in ENGINE_SHARES and name not in CACHES)
     shared = shares_devices(config) or not is_remote(config)
-    resident = _add(shares, lambda name: name not in (*_ENGINE_SHARES, *_STEP_SHARES))
-    optimizer = _add(shares, lambda name: name in _OPTIMIZER_SHARES)
-    if plan.lease == "colocated" and _offloads_optimizer(config, optimizer, usable):
+    resident = _add(shares, lambda name: name not in (*ENGINE_SHARES, *STEP_SHARES))
+    choice = choose_offload(config, plan, spec, round(hardware.gpu_gb * 1e9))
+    optimizer = add_shares(shares, OPTIMIZER_SHARES)
+    if choice.offloads:
         resident -= optimizer
     sampling = engine + (resident if shared else 0)
-    requests = _count_requests(config, plan, spec, usable - sampling) if plan.samples else 0
+    # Where the optimizer was chosen to stay, it fits beside a KV cache that was sized before it was there.
+    early = optimizer if choice.is_automatic and not choice.offloads and shared else 0
+    requests = _count_requests(config, plan, spec, usable - sampling + early) if plan.samples else 0
     kv_cache = 0
     if shared and (plan.lease != "colocated" or config.schedule.offload_rollout is False):
         kv_cache = _add(shares, lambda name: name in CACHES)  # the engine keeps it while the trainer works
@@ -111,7 +117,8 @@ def _estimate_policy(config: Config, hardware: Hardware) -> RecipePlan:
         config=config,
         training=trainer + (engine + kv_cache if shared else 0),
         sampling=sampling if plan.samples else 0,
-        host=_estimate_host(config, plan, spec, shares, hardware),
+        offload=choice,
+        host=_estimate_host(config, plan, spec, shares, hardware, optimizer if choice.offloads else 0),
         requests=requests,
         num_gpus=get_world_size(config) + own_gpus,
         usable=usable,
@@ -120,12 +127,6 @@ def _estimate_policy(config: Config, hardware: Hardware) -> RecipePlan:
 
 def _add(shares: tuple[MemoryShare, ...], keeps: Any) -> int:
     return sum(share.bytes for share in shares if keeps(share.name))
-
-
-def _offloads_optimizer(config: Config, optimizer: int, usable: int) -> bool:
-    """Whether the optimizer leaves the GPU while engines sample; by default where it takes a quarter of the memory."""
-    given = config.train.offload_train
-    return config.train.offload or given or (given is None and optimizer > usable // 4)
 
 
 def _count_requests(config: Config, plan: Plan, spec: DecoderSpec, free: int) -> int:
@@ -140,16 +141,19 @@ def _count_requests(config: Config, plan: Plan, spec: DecoderSpec, free: int) ->
 
 
 def _estimate_host(
-    config: Config, plan: Plan, spec: DecoderSpec, shares: tuple[MemoryShare, ...], hardware: Hardware
+    config: Config,
+    plan: Plan,
+    spec: DecoderSpec,
+    shares: tuple[MemoryShare, ...],
+    hardware: Hardware,
+    optimizer: int,
 ) -> int:
-    """Bytes of host memory of a node: what is offloaded of its ranks, at all times or while engines sample."""
+    """Bytes of host memory of a node: what is offloaded of its ranks at all times, and its host copies for sampling."""
     parallel = replace(config.parallel, fsdp_cpu_offload=False)
     train = replace(config.train, optimizer_cpu_offload=False)
     on_gpu = estimate_memory(replace(config, parallel=parallel, train=train), plan, spec)
     offloaded = sum(share.bytes for share in on_gpu) - sum(share.bytes for share in shares)
-    optimizer = _add(shares, lambda name: name in _OPTIMIZER_SHARES)
-    usable = round(hardware.gpu_gb * 1e9 * USABLE)
-    if plan.samples and plan.lease == "colocated" and _offloads_optimizer(config, optimizer, usable):
+    if plan.samples:
         offloaded += optimizer
     return offloaded * min(config.cluster.actor_num_gpus_per_node, max(1, hardware.gpus_per_node))
 
