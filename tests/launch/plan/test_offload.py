@@ -97,6 +97,7 @@ def test_options_come_before_the_choice(read_run):
         (("--no-offload-train",), False),
         (("--offload",), True),
         (("--max-weight-staleness", "1"), False),
+        (("--fsdp-cpu-offload", "--actor-num-gpus-per-node", "2", "--offload-train"), False),
     ):
         config, plan, _ = read_run("Qwen3-4B", *words)
         for memory in (80 * GB, 1000 * GB):

@@ -50,6 +50,8 @@ def choose_offload(config: Config, plan: Plan, spec: DecoderSpec, memory: int | 
     train = config.train
     if plan.device == "cpu" or plan.lease != "colocated" or config.observe.debug_rollout_only:
         return OffloadChoice(offloads=False, why="the device is not handed over")
+    if config.parallel.fsdp_cpu_offload:  # FSDP keeps it there, and cannot train where it is moved to the device
+        return OffloadChoice(offloads=False, why="--fsdp-cpu-offload has it on the host at all times")
     if train.offload_train is not None:
         flag = "--offload-train" if train.offload_train else "--no-offload-train"
         return OffloadChoice(offloads=train.offload_train, why=flag)
