@@ -128,6 +128,25 @@ def test_the_time_of_a_step_is_split_into_its_phases(tmp_path: Path):
     assert found["limit"]["seconds"] is None and "no limits.json" in found["limit"]["why"]
 
 
+def test_long_hand_overs_of_the_device_are_a_phase_with_parts_and_advice(tmp_path: Path):
+    write_config(tmp_path / "one")
+    parts = {"offload/to_rollout": 0.3, "offload/to_train": 0.1}
+    seconds = {"rollout": 0.3, "offload": 0.4, **parts, "train": 0.2, "publish": 0.1, "step": 1.0}
+    with (tmp_path / "one" / "timings.jsonl").open("ab") as timings:
+        timings.write(encode_line({"kind": "train", "step": 1, "seconds": seconds}))
+    found = ask(build_example_api(tmp_path), "time", run="one")
+    (phase,) = [phase for phase in found["phases"] if phase["name"] == "offload"]
+    assert phase["share"] == pytest.approx(0.4) and found["phases"][-1] == {
+        "name": "other",
+        "seconds": pytest.approx(0.0),
+        "parts": [],
+        "share": pytest.approx(0.0),
+        "of_limit": None,
+    }
+    assert {part["name"]: part["seconds"] for part in phase["parts"]} == pytest.approx(parts)
+    assert any("--engine-memory-fraction" in advice["text"] for advice in found["advice"])
+
+
 def write_limits(folder: Path, **changes) -> None:
     parts = {"rollout/decode": "rollout", "train/forward_backward": "train/optimize", "publish/weights": "publish"}
     rows = [{"name": name, "inside": inside, "seconds": 9.0, "why": ""} for name, inside in parts.items()]

@@ -234,6 +234,9 @@ def _advise_training(shares: Mapping[str, float], run: RunReader) -> list[tuple[
     if (share := shares.get("train", 0.0)) > 0.4:
         text = "Training is a large part: raise --max-tokens-per-gpu if memory allows, leave out "
         found.append((share, text + "--gradient-checkpointing, or train on more ranks.", "optimizers.md"))
+    if (share := shares.get("offload", 0.0)) > 0.1:
+        text = "Handing the device over takes more than a tenth of a step: a smaller --engine-memory-fraction or "
+        found.append((share, text + "--engine-kv-tokens may let the optimizer state stay on the device.", "train.md"))
     if (share := shares.get("publish", 0.0)) > 0.1:
         text = "Weight updates take more than a tenth of a step: use a faster transport between trainer and engines."
         found.append((share, text, "remote_engines.md"))
