@@ -12,6 +12,7 @@ parallelism shards its tokens over ``sequence`` ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from miles.models.accounting.layer_gradients import LayerGradients
@@ -389,20 +390,36 @@ def list_step_moments(
     is_tied = spec.tie_embeddings and is_first and is_last and lora is None
     tied = spec.vocab_rows * spec.hidden_size * size if is_tied else 0
     before = fixed + tables + tied
-    wides, held = list[int](), list[int]()
-    for index, (saved, kept, wide) in enumerate(costs[setting] for setting in settings):
-        is_again = index < recomputed
-        # Its input is both kept and, as what its first norm read, a part of what it has saved.
-        whole = before + tokens * (saved + (kept - entered if is_again else 0.0))
-        wides.append(round(whole + max(tokens * wide, workspace)))
-        held.append(round(whole))
-        before += tokens * (kept if is_again else saved)
+    rows = [costs[setting] for setting in settings]
+    wides, held, before = _stack_layers(rows, before, tokens, entered, recomputed, workspace)
     between = before - tied + (tokens * _join_bytes(spec, size) if is_last else 0.0)
     head = between
     if is_last:
         logits = _head_bytes(spec, tokens, size, fused, is_trained=lora is None, keeps_grads=keeps_logit_grads)
         head = _behind_layers_bytes(spec, tokens, size, between, logits, tied)
     return StepMoments(round(head), tuple(wides), tuple(held), round(between - tables))
+
+
+def _stack_layers(
+    rows: Sequence[tuple[float, float, float]],
+    before: float,
+    tokens: int,
+    entered: float,
+    recomputed: int,
+    workspace: int,
+) -> tuple[list[int], list[int], float]:
+    """Add up what layers save, keep and hold in their backward pass, of which the first are ``recomputed``: what there
+    is in the backward pass of each, without what that holds, and behind the last.
+    """
+    wides, held = list[int](), list[int]()
+    for index, (saved, kept, wide) in enumerate(rows):
+        is_again = index < recomputed
+        # Its input is both kept and, as what its first norm read, a part of what it has saved.
+        whole = before + tokens * (saved + (kept - entered if is_again else 0.0))
+        wides.append(round(whole + max(tokens * wide, workspace)))
+        held.append(round(whole))
+        before += tokens * (kept if is_again else saved)
+    return wides, held, before
 
 
 def _behind_layers_bytes(spec: DecoderSpec, tokens: int, size: int, between: float, logits: float, tied: int) -> float:
