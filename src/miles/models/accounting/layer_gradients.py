@@ -161,9 +161,6 @@ class LayerGradients:
             case RelativeAttentionSpec():
                 queries = mixer.num_heads * mixer.head_dim
                 yield count.numbers(queries) + 8.0 * queries
-            case AttentionSpec() if count.attends_unfused(mixer):
-                # Gradients of the probabilities and of the scores, of the output and of the values of each head.
-                yield 8.0 * (mixer.num_heads * count.longest + mixer.num_heads * mixer.head_dim)
             case AttentionSpec() if count.fuses_attention(mixer):
                 queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
                 inputs = 2 * self.width if self._has_adapter("attention.") else 0
@@ -179,8 +176,6 @@ class LayerGradients:
         match layer.mixer:
             case KimiDeltaSpec() as mixer:
                 yield self._kda(mixer)
-            case AttentionSpec() as mixer if self.count.attends_unfused(mixer):
-                yield self._wide_heads(mixer)
             case _:
                 yield 0.0
 
@@ -192,13 +187,6 @@ class LayerGradients:
         decays = inner * (16 / 4) * (8 + 4) + 3 * inner
         locals_ = 4.0 * (2 + 2 + 1) * inner + self.count.numbers((3 + 2) * inner)
         return decays + locals_ - 4.0 * 4 * inner - self.count.numbers(inner)
-
-    def _wide_heads(self, mixer: AttentionSpec) -> float:
-        """At the softmax: scores, probabilities with and without rows that see nothing, and which
-        see nothing; queries and keys in float32 before they are scaled.
-        """
-        queries = mixer.num_heads * mixer.head_dim
-        return 9.0 * mixer.num_heads * self.count.longest + 8.0 * queries - self.count.numbers(queries)
 
     def _has_adapter(self, *prefixes: str) -> bool:
         return self.adapters is not None and any(name.startswith(prefixes) for name, _ in self.adapters.ranks)

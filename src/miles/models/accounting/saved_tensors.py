@@ -30,10 +30,7 @@ from miles.models.spec import (
     ShortConvSpec,
 )
 
-__all__ = ["MAX_FUSED_HEAD_DIM", "ContextScan", "SavedBytes"]
-
-MAX_FUSED_HEAD_DIM = 256
-"""Channels of a head up to which attention on an accelerator is one kernel; torch keeps the scores of wider ones."""
+__all__ = ["ContextScan", "SavedBytes"]
 
 
 class ContextScan(NamedTuple):
@@ -89,7 +86,7 @@ class SavedBytes:
         both = queries + keys
         if spec.kv_source is not None:  # the source's keys and values are saved there
             saved = 3 * queries if spec.qk_norm == "head" and not self.frozen else 2 * queries
-            return self.numbers(saved) + self._attention_result(spec, queries)
+            return self.numbers(saved) + self._attention_output(spec.num_heads, queries)
         gate = self.numbers(queries + spec.num_heads) if spec.head_gate else 0.0
         if self.fuses_attention(spec):
             # Queries, keys and values as attention takes them, and the projection output if QK-norm needs it.
@@ -107,7 +104,7 @@ class SavedBytes:
             total += self.numbers(queries)
         if spec.value_norm:
             total += self.numbers(0 if spec.value_from_key else keys)
-        return total + self._attention_result(spec, both + (keys if spec.value_norm else 0)) + gate
+        return total + self._attention_output(spec.num_heads, queries) + gate
 
     def _qk_norm(self, spec: AttentionSpec, both: int) -> float:
         """What normalizing queries and keys saves beside the projection: normalized values that are then scaled.
@@ -119,21 +116,6 @@ class SavedBytes:
             return 0.0
         wide = self.offset and self.size < 4
         return self.numbers(both) * ((4 if self.fused else 2) if wide else 1)
-
-    def attends_unfused(self, spec: AttentionSpec) -> bool:
-        """Whether the heads are too wide for an accelerator's kernels."""
-        has_window = spec.window is not None and spec.window < self.longest
-        is_plain = spec.indexer is None and spec.softcap is None and not spec.sinks and not has_window
-        return self.triton_training and is_plain and spec.head_dim > MAX_FUSED_HEAD_DIM
-
-    def _attention_result(self, spec: AttentionSpec, rotated: int) -> float:
-        """The output of attention and softmax statistics; of wide heads queries, keys and values repeated for each
-        head and the probabilities, in float32, in place of those that were ``rotated``.
-        """
-        queries = spec.num_heads * spec.head_dim
-        if not self.attends_unfused(spec):
-            return self._attention_output(spec.num_heads, queries)
-        return self.numbers(queries - rotated) + 4.0 * (3 * queries + spec.num_heads * self.longest)
 
     def fuses_attention(self, spec: AttentionSpec) -> bool:
         """Whether one kernel computes what is between the projection and attention."""
