@@ -95,7 +95,8 @@ class PolicyTrainer:
     batch, balanced by tokens or by ``cost_fn``. The vision tower computes a feature of an image from
     ``patches_per_feature`` patches. ``prefix_cost`` decides for each global batch whether samples share prefixes, where
     --share-prefix leaves that open. With ``record_tokens`` reports have the log-prob and entropy of each trained token,
-    from the forward pass that trains on it. ``clock`` reads the seconds since the epoch.
+    from the forward pass that trains on it. Asleep, it also returns memory that torch has cached to the driver if it
+    ``frees_cache``, for an engine in another process. ``clock`` reads the seconds since the epoch.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class PolicyTrainer:
         parity_no_replay_interval: int = 0,
         offload: bool = True,
         shares_weights: bool = True,
+        frees_cache: bool = True,
         dp_group: DataParallelGroup = SINGLE_RANK,
         cost_fn: CostFn | None = None,
         patches_per_feature: int = 1,
@@ -147,6 +149,7 @@ class PolicyTrainer:
         self._schedule = build_correction_schedule(tolerance=parity_tolerance, stop=parity_stop)
         self._temperature, self._teachers = temperature, tuple(teachers)
         self._device, self._offload = actor.device, offload and actor.device.type != "cpu"
+        self._frees_cache = frees_cache
         frozen = [*teachers] if reference is None else [reference, *teachers]
         self._offloaded_models = frozen if shares_weights else [actor, *frozen]
         self._critic_only_updates = train.num_critic_only_steps * steps if critic is not None else 0
@@ -293,7 +296,8 @@ class PolicyTrainer:
     def _release(self) -> None:
         if self._offload:
             self._move(torch.device("cpu"))
-        torch.cuda.empty_cache()  # an engine may be in another process, which cannot use what torch has cached here
+        if self._frees_cache:  # an engine in another process cannot use what torch has cached here
+            torch.cuda.empty_cache()
 
     def _move(self, device: torch.device) -> None:
         self._optimizer.move(device)

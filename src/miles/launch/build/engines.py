@@ -53,7 +53,13 @@ RolloutEngine: TypeAlias = "NativeEngine | RemoteEngine"
 
 
 def build_native_engine(
-    config: Config, policy: PolicyCheckpoint, run: Executor, model: CausalLM | None, *, name: str = "engine 0"
+    config: Config,
+    policy: PolicyCheckpoint,
+    run: Executor,
+    model: CausalLM | None,
+    *,
+    name: str = "engine 0",
+    frees_cache: bool = True,
 ) -> NativeEngine:
     """An engine without weights for the architecture of ``model``, or of the checkpoint where there is none."""
     spec = policy.spec if model is None else model.spec
@@ -75,6 +81,7 @@ def build_native_engine(
         draft=_load_draft(config, policy, spec),
         lora=lora,
         return_indexer_topk=config.algo.use_rollout_indexer_replay,
+        frees_cache=frees_cache,
     )
 
 

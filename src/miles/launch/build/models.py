@@ -414,6 +414,7 @@ def build_policy_trainer(
         parity_no_replay_interval=config.schedule.parity_no_replay_interval,
         offload=_offloads_optimizer(config, plan, policy, models.dp_group),
         shares_weights=plan.transport == "shared",
+        frees_cache=plan.transport != "shared",
         dp_group=models.dp_group,
         cost_fn=_choose_cost(config, policy.spec),
         patches_per_feature=1 if policy.spec.vision is None else policy.spec.vision.merge_size**2,

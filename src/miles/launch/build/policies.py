@@ -346,7 +346,14 @@ def _build_engines(
             remotes[name] = build_remote_engine(config, owner.plan, owner.checkpoint, name=label, report=report)
         else:
             label = "engine 0" if count == 1 else f"engine of {name}"
-            natives[name] = build_native_engine(config, owner.checkpoint, executors[name], models[name], name=label)
+            natives[name] = build_native_engine(
+                config,
+                owner.checkpoint,
+                executors[name],
+                models[name],
+                name=label,
+                frees_cache=owner.plan.transport != "shared",
+            )
     return natives, remotes
 
 

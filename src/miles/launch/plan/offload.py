@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from miles.launch.config import Config
 from miles.launch.plan.memory import MemoryShare, estimate_kv_tokens, estimate_memory
 from miles.launch.plan.plan import Plan
+from miles.launch.plan.running_requests import count_running_requests
 from miles.models.spec import DecoderSpec
 
 USABLE = 0.9
@@ -106,7 +107,12 @@ def _estimate_kv_cache(
         return planned
     tokens, _ = estimate_kv_tokens(config, plan, spec)
     page = config.native.engine_page_size
-    needed = planned * config.native.engine_max_running * (-(-spec.max_positions // page) * page) // max(1, tokens)
+    needed = (
+        planned
+        * count_running_requests(config, plan.device, spec)
+        * (-(-spec.max_positions // page) * page)
+        // max(1, tokens)
+    )
     weights = add_shares(shares, ("weights",)) if plan.transport == "shared" else 0
     free = int((memory - weights) * config.native.engine_memory_fraction)
     return max(0, min(needed, free - add_shares(shares, ("images", "states"))))

@@ -154,7 +154,8 @@ class NativeEngine:
     With several ``devices``, the first of which is ``device``, the model is tensor-parallel with a rank on each.
     ``draft`` is the draft model or head of --speculative-algorithm. ``lora`` is the room for adapters that requests
     choose by name, which are applied beside the weights. With ``return_indexer_topk`` completions have what the
-    indexers of sparse attention selected for each token.
+    indexers of sparse attention selected for each token. ``frees_cache``: memory that torch has cached is returned to
+    the driver when the engine sleeps, for a trainer in another process.
     ``_depth`` is the number of steps in flight when the next is launched: by default 1 on a GPU, 0 on a CPU.
     """
 
@@ -174,6 +175,7 @@ class NativeEngine:
         draft: CausalLM | Draft | None = None,
         lora: LoraShape | None = None,
         return_indexer_topk: bool = False,
+        frees_cache: bool = True,
         clock: Callable[[], float] = time.perf_counter,
         _depth: int | None = None,
     ) -> None:
@@ -181,6 +183,7 @@ class NativeEngine:
         self.numerics = numerics
         self.name = name
         self.version: Version | None = None
+        self._frees_cache = frees_cache
         device = torch.device(device)
         self._platform = replace(detect_platform(device.type), device=device)
         self.records_indexer_topk = return_indexer_topk and build_indexer_layout(spec) is not None
@@ -411,7 +414,8 @@ class NativeEngine:
                 self._pages.flush()
             for runner in self._list_runners():
                 runner.free()
-            self._platform.empty_cache()
+            if self._frees_cache:
+                self._platform.empty_cache()
 
     async def wake(self) -> None:
         async with self._step_lock:
