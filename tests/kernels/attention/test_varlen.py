@@ -209,6 +209,7 @@ CUDA = {
     "latent": (192, 128, AttentionParams(scale=0.07)),
     "odd": (20, 12, AttentionParams(scale=0.2)),
     "wide": (320, 256, AttentionParams(scale=0.07)),
+    "wider": (512, 512, AttentionParams(scale=0.05)),
 }
 
 
@@ -229,6 +230,18 @@ def test_on_cuda_values_and_gradients_are_the_formulas(dim, value_dim, params, h
     assert out.dtype == dtype and off(out, wanted) < bound
     for a, b in zip(gradients(out, ours), gradients(wanted, exact), strict=True):
         assert off(a, b) < bound
+
+
+@needs_cuda
+def test_on_cuda_no_probabilities_of_wide_heads_are_kept():
+    length, heads = 16_384, 8
+    drawn = [x.detach().cuda().requires_grad_() for x in qkv(length, heads, 2, 512, 512, dtype=torch.bfloat16)]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    params = AttentionParams(scale=0.05)
+    VarlenAttentionBackend([length], "cuda")(0, AttentionInputs(*drawn, params)).sum().backward()
+    probabilities = heads * length * length * 4
+    assert torch.cuda.max_memory_allocated() - before < probabilities / 4
 
 
 @needs_cuda

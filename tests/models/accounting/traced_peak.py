@@ -30,6 +30,7 @@ from miles.kernels.attention.varlen import run_varlen_kernel
 from miles.kernels.runtime.fake_gpu import DEVICE, fake_gpu
 from miles.launch.plan.layout_memory import estimate_rank_memory
 from miles.models.decoder import Decoder
+from miles.models.layers import rope
 from miles.train.logprobs import HeadOutput, compute_logprobs
 from miles.train.optim.master_weights import TrainedParam
 from miles.train.prefix_sharing import build_attention
@@ -115,6 +116,7 @@ def trace_step(case: Case) -> int:
     """Bytes at the peak of a case's step, without weights and optimizer."""
     from triton.runtime.jit import JITFunction
 
+    rope._cos_sin_cache.cache_clear()  # the tables of a case before
     with (
         fake_gpu(TARGETS["sm_90"]),
         mock.patch.object(JITFunction, "run", lambda *_, **__: None),
