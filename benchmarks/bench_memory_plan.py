@@ -42,6 +42,7 @@ from miles.launch.plan.layout_memory import (
 )
 from miles.models.accounting.known_models import load_known_models
 from miles.models.accounting.params import forward_flops_per_token, parameter_count
+from miles.models.checkpoint import hf
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
 from miles.models.lora.targets import LoraSpec, select_targets
@@ -208,8 +209,12 @@ def build_trainer(case: Case, device: torch.device) -> PolicyTrainer:
     spec, lora = case.spec(), case.lora()
     decoder = Decoder(spec, device=device, dtype=torch.bfloat16)
     with torch.no_grad():
-        for parameter in decoder.parameters():  # any numbers will do, so they are drawn where they are needed
-            parameter.normal_(0.0, 0.02)
+        for module in decoder.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.is_floating_point():  # any numbers will do, so they are drawn where they are needed
+                    parameter.normal_(0.0, 0.02)
+                else:  # tables of experts, and what hashes are computed with
+                    parameter.copy_(hf._init_param(name, module, parameter.shape, torch.Generator()))
     model: Any = LocalModel(decoder, gradient_checkpointing=case.checkpointing, frozen=lora is not None)
     if lora is not None:
         kind = UnmergedLoraModel if lora.unmerged else LoraModel
