@@ -45,6 +45,7 @@ from miles.models.accounting.params import forward_flops_per_token, parameter_co
 from miles.models.checkpoint import hf
 from miles.models.decoder import Decoder
 from miles.models.families import spec_from_config
+from miles.models.layers import rope
 from miles.models.lora.targets import LoraSpec, select_targets
 from miles.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MoeSpec
 from miles.train.config import TrainConfig
@@ -234,6 +235,7 @@ def measure(case: Case, profile: bool) -> tuple[int, float]:
     """Bytes at the peak, and operations a second of the second step."""
     platform = detect_platform("cuda")
     spec = case.spec()
+    rope._cos_sin_cache.cache_clear()  # the tables of a case before
     torch.cuda.reset_peak_memory_stats()
     worker = build_trainer(case, platform.device)
     rng = np.random.default_rng(0)
