@@ -71,7 +71,8 @@ class Engine:
 
     @property
     def calls(self) -> list[list[str]]:
-        return [json.loads(line) for line in self._log.read_text().splitlines()]
+        lines = self._log.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be being written
 
 
 @pytest.fixture

@@ -43,7 +43,6 @@ from miles.backends.native.engine.speculation import Drafter, build_speculation
 from miles.backends.native.engine.step_cost import estimate_step_cost
 from miles.backends.native.engine.validate import RequestValidator
 from miles.backends.native.runner.factory import build_draft_runner, build_runner, get_draft_spec
-from miles.backends.native.runner.model_runner import ModelRunner
 from miles.cluster.executor import Executor
 from miles.cluster.platform import detect_platform
 from miles.core.errors import EngineError, UsageError
@@ -154,8 +153,7 @@ class NativeEngine:
     With several ``devices``, the first of which is ``device``, the model is tensor-parallel with a rank on each.
     ``draft`` is the draft model or head of --speculative-algorithm. ``lora`` is the room for adapters that requests
     choose by name, which are applied beside the weights. With ``return_indexer_topk`` completions have what the
-    indexers of sparse attention selected for each token. ``frees_cache``: memory that torch has cached is returned to
-    the driver when the engine sleeps, for a trainer in another process.
+    indexers of sparse attention selected. Asleep it returns torch's cached memory to the driver if it ``frees_cache``.
     ``_depth`` is the number of steps in flight when the next is launched: by default 1 on a GPU, 0 on a CPU.
     """
 
@@ -205,12 +203,12 @@ class NativeEngine:
         running_batch = self._build_running_batch(config, clock, lora)
         self.draft_head = draft if isinstance(draft, Draft) else None
         drafter = self._build_drafter(draft, draft_head, config, running_batch.slots, num_pages, dtype)
+        self._runners = [each for each in (self._runner, self._draft_runner) if each is not None]
         self._speculation = build_speculation(spec, config, self._platform, dtype, drafter)
         self._scheduler = self._build_scheduler(config, running_batch, decode)
         self._inflight = InflightSteps(self._scheduler, int(device.type != "cpu") if _depth is None else _depth)
-        self._validator = RequestValidator(
-            name, spec, self.kv_tokens, self._runner.check_image, has_tokenizer=decode is not None
-        )
+        check, has_tokenizer = self._runner.check_image, decode is not None
+        self._validator = RequestValidator(name, spec, self.kv_tokens, check, has_tokenizer=has_tokenizer)
         self.lora = None if lora is None else self._build_lora(lora, running_batch.slots)
         self._weights = self._runner.build_weight_update(name, self._commit_weights)
         self._run = run
@@ -364,7 +362,7 @@ class NativeEngine:
     async def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Capture all CUDA graphs before the first request; ``on_progress`` gets the number done and the total."""
         async with self._step_lock:
-            for runner in self._list_runners():
+            for runner in self._runners:
                 await self._run(lambda runner=runner: runner.warm_up(on_progress))
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
@@ -398,10 +396,10 @@ class NativeEngine:
         async with self._step_lock:
             await self._drain()
             with self._lock:
-                if self._scheduler.running:
-                    return False
-                self._pages.flush()
-        return True
+                idle = not self._scheduler.running
+                if idle:
+                    self._pages.flush()
+        return idle
 
     async def sleep(self) -> None:
         """Release the KV cache memory. Running requests wait and are recomputed after ``wake``."""
@@ -412,7 +410,7 @@ class NativeEngine:
                 for req in list(self._scheduler.running):
                     self._scheduler.preempt(req)
                 self._pages.flush()
-            for runner in self._list_runners():
+            for runner in self._runners:
                 runner.free()
             if self._frees_cache:
                 self._platform.empty_cache()
@@ -420,13 +418,10 @@ class NativeEngine:
     async def wake(self) -> None:
         async with self._step_lock:
             if self._asleep:
-                for runner in self._list_runners():
+                for runner in self._runners:
                     runner.allocate()
                 self._asleep = False
         self._start_loop()
-
-    def _list_runners(self) -> list[ModelRunner]:
-        return [self._runner] if self._draft_runner is None else [self._runner, self._draft_runner]
 
     async def health(self) -> Mapping[str, float]:
         self._runner.check()
