@@ -135,9 +135,8 @@ class PolicyTrainer:
         self._reference, self._draft = reference, draft
         self._algo = algo
         self._train, self._hooks = train, hooks
-        self._run = run
-        self._clock = clock
-        self._steps = steps
+        self._run, self._clock = run, clock
+        self._device, self._steps = actor.device, steps
         self._dp_group, self._cost_fn = dp_group, cost_fn
         self._patches_per_feature = patches_per_feature
         self._prefix_cost = prefix_cost
@@ -148,8 +147,7 @@ class PolicyTrainer:
         self._no_replay_interval = parity_no_replay_interval
         self._schedule = build_correction_schedule(tolerance=parity_tolerance, stop=parity_stop)
         self._temperature, self._teachers = temperature, tuple(teachers)
-        self._device, self._offload = actor.device, offload and actor.device.type != "cpu"
-        self._frees_cache = frees_cache
+        self._offload, self._frees_cache = offload and actor.device.type != "cpu", frees_cache
         frozen = [*teachers] if reference is None else [reference, *teachers]
         self._offloaded_models = frozen if shares_weights else [actor, *frozen]
         self._critic_only_updates = train.num_critic_only_steps * steps if critic is not None else 0
