@@ -564,10 +564,8 @@ def _estimate_engine_draft(
 def _estimate_states(config: Config, plan: Plan, spec: DecoderSpec) -> tuple[MemoryShare, ...]:
     """The states of recurrent layers, for each running request."""
     each = state_bytes_per_sequence(spec, plan.dtype)
-    running, drafts = (
-        count_running_requests(config, plan.device, spec),
-        config.native.count_draft_states(spec.recurrent),
-    )
+    running = count_running_requests(config, plan.device, spec)
+    drafts = config.native.count_draft_states(spec.recurrent)
     cached = config.native.count_cached_states(each)
     note = f"of {running} requests" + (f", {drafts} drafted tokens" if drafts else "")
     note += f" and {cached} prefixes" if cached else ""

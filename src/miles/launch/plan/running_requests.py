@@ -6,7 +6,7 @@ from miles.backends.native.config import DEFAULT_MAX_RUNNING
 from miles.launch.config import Config
 from miles.models.spec import DecoderSpec
 
-# A decode step of more requests takes a GPU nearly so much longer as there are more.
+# Beyond this a decode step of a GPU takes nearly twice as long for twice the requests.
 _MAX_AUTO = 512
 
 
